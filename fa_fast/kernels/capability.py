@@ -1,0 +1,75 @@
+"""What a kernel provider can do, as data; the one place where a request is checked against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fa_ref.api.errors import UnsupportedByProvider
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """The combinations a provider runs. A request outside it raises before any kernel starts.
+
+    `None` for head_dims, page_sizes means any positive size. `remedy` ends every refusal.
+    """
+
+    provider: str
+    device: str
+    head_dims: frozenset[tuple[int, int]] | None  # (qk head dim, v head dim)
+    page_sizes: frozenset[int] | None
+    dtypes: frozenset[torch.dtype]  # of q and the output
+    kv_dtypes: frozenset[torch.dtype]  # of the cache
+    softcap: bool
+    sinks: bool
+    lse: bool
+    qv: bool
+    window: bool
+    out: bool  # writes into a caller's `out=`
+    attention_chunk: bool
+    scheduler_metadata: bool
+    remedy: str
+
+    def refuse(self, asked: str, supported: str) -> UnsupportedByProvider:
+        return UnsupportedByProvider(
+            f"{self.provider} on {self.device} cannot run {asked}. It supports {supported}. {self.remedy}"
+        )
+
+    def require(
+        self,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        head_dim: int,
+        v_head_dim: int,
+        page_size: int | None = None,
+        softcap: bool = False,
+        sinks: bool = False,
+        lse: bool = False,
+        qv: bool = False,
+        window: bool = False,
+        attention_chunk: bool = False,
+    ) -> None:
+        """Raise UnsupportedByProvider unless this provider runs the described call."""
+        if dtype not in self.dtypes:
+            raise self.refuse(f"q of {dtype}", _names(self.dtypes))
+        if kv_dtype not in self.kv_dtypes:
+            raise self.refuse(f"a {kv_dtype} cache", _names(self.kv_dtypes))
+        if self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
+            raise self.refuse(
+                f"head dims (qk {head_dim}, v {v_head_dim})", f"{sorted(self.head_dims)} as (qk, v)"
+            )
+        if page_size is not None and self.page_sizes is not None and page_size not in self.page_sizes:
+            raise self.refuse(f"page size {page_size}", f"page sizes {sorted(self.page_sizes)}")
+        asked = dict(
+            softcap=softcap, sinks=sinks, lse=lse, qv=qv, window=window, attention_chunk=attention_chunk
+        )
+        for feature, wanted in asked.items():
+            if wanted and not getattr(self, feature):
+                raise self.refuse(feature, "calls without it")
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype) for dtype in dtypes))

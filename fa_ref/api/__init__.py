@@ -1,0 +1,42 @@
+"""The contract both packages share: batches, layers, configs, pools, plans and errors. Torch only."""
+
+from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
+from fa_ref.api.config import BackendConfig
+from fa_ref.api.errors import (
+    BadBatch,
+    BadConfig,
+    BadPageTable,
+    FaError,
+    ProviderNotInstalled,
+    UnsupportedByProvider,
+)
+from fa_ref.api.layer import AttentionLayer, layer_kind, window_left, window_of_tokens
+from fa_ref.api.modes import ForwardMode, LayerKind
+from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
+from fa_ref.api.pools import MHAKVPool, MLAKVPool, ReqToTokenPool, SWAKVPool
+
+__all__ = [
+    "AttentionLayer",
+    "AttentionPass",
+    "AttentionPlan",
+    "BackendConfig",
+    "BadBatch",
+    "BadConfig",
+    "BadPageTable",
+    "DraftInput",
+    "FaError",
+    "ForwardBatch",
+    "ForwardMode",
+    "LayerKind",
+    "MHAKVPool",
+    "MLAKVPool",
+    "ProviderNotInstalled",
+    "ReqToTokenPool",
+    "SWAKVPool",
+    "TreePass",
+    "UnsupportedByProvider",
+    "VerifyInput",
+    "layer_kind",
+    "window_left",
+    "window_of_tokens",
+]

@@ -1,0 +1,207 @@
+"""Checks of a batch before it is planned. Host values always; device values with FA_CHECK=1."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ref.api.batch import ForwardBatch, VerifyInput
+from fa_ref.api.config import BackendConfig
+from fa_ref.api.errors import BadBatch, BadPageTable
+from fa_ref.api.modes import ForwardMode
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def device_checks_enabled() -> bool:
+    """True under FA_CHECK=1: values on the device are checked too, which synchronises."""
+    return os.environ.get("FA_CHECK", "0") == "1"
+
+
+def new_tokens(batch: ForwardBatch) -> int:
+    """Query rows of the batch, from host values only."""
+    mode = batch.forward_mode
+    if mode.is_idle():
+        return 0
+    if mode.is_target_verify():
+        return batch.batch_size * _verify(batch).draft_token_num
+    if mode.is_decode():
+        return batch.batch_size * max(1, getattr(batch.spec_info, "topk", 1))
+    if batch.extend_seq_lens_cpu is not None:
+        return sum(int(n) for n in batch.extend_seq_lens_cpu)
+    if batch.out_cache_loc is not None:
+        return batch.out_cache_loc.shape[0]
+    raise BadBatch(
+        f"{mode.name} needs extend_seq_lens_cpu or out_cache_loc to know its number of new tokens; both are None"
+    )
+
+
+def _verify(batch: ForwardBatch) -> VerifyInput:
+    if not isinstance(batch.spec_info, VerifyInput):
+        raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {batch.spec_info!r}")
+    return batch.spec_info
+
+
+def check_batch(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadBatch or BadPageTable if the batch contradicts itself or its pools."""
+    if batch.forward_mode.is_idle():
+        return
+    _check_shapes(batch, config)
+    _check_host_lengths(batch, config)
+    if device_checks_enabled():
+        _check_device_values(batch, config)
+
+
+def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
+    names = ["req_pool_indices", "seq_lens"]
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
+        names += ["extend_seq_lens"]
+    device = torch.device(config.device)
+    for name in names:
+        value = getattr(batch, name)
+        if not isinstance(value, Tensor):
+            raise BadBatch(f"{batch.forward_mode.name} needs {name} as a tensor, got {value!r}")
+        if value.dtype not in _INTEGERS or value.shape != (batch.batch_size,):
+            raise BadBatch(
+                f"{name} is {value.dtype} of shape {tuple(value.shape)}; it must be int32 or int64 of shape "
+                f"({batch.batch_size},), one entry a request"
+            )
+        if value.device.type != device.type:
+            raise BadBatch(f"{name} is on {value.device}, the backend on {device}; move the batch there")
+    loc = batch.out_cache_loc
+    if loc is not None and (loc.dtype not in _INTEGERS or loc.dim() != 1):
+        raise BadBatch(
+            f"out_cache_loc is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a "
+            "new token"
+        )
+
+
+def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
+    width = req_to_token(batch, config).shape[1]
+    drafts = batch.spec_info.draft_token_num if isinstance(batch.spec_info, VerifyInput) else 0
+    lens = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
+    if lens is not None:
+        if len(lens) != batch.batch_size:
+            raise BadBatch(f"seq_lens_cpu has {len(lens)} entries for {batch.batch_size} requests")
+        least = 1 if batch.forward_mode.is_decode() and batch.spec_info is None else 0
+        for request, length in enumerate(lens):
+            if length < least:
+                raise BadBatch(
+                    f"request {request} has seq_lens {length} in {batch.forward_mode.name}; the length counts "
+                    f"the new token, so it is at least {least}"
+                )
+            if length + drafts > width:
+                raise BadPageTable(
+                    f"request {request} has {length + drafts} keys, its row of req_to_token holds {width}; "
+                    "raise context_len or cut the request"
+                )
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
+        _check_extend(batch, lens)
+    tokens, loc = new_tokens(batch), batch.out_cache_loc
+    if loc is not None and batch.spec_info is None and loc.shape[0] != tokens:
+        raise BadBatch(
+            f"out_cache_loc has {loc.shape[0]} slots for {tokens} new tokens; it must hold one slot a token"
+        )
+
+
+def _check_extend(batch: ForwardBatch, lens: list[int] | None) -> None:
+    extend, prefix = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    for name, host in (("extend_seq_lens_cpu", extend), ("extend_prefix_lens_cpu", prefix)):
+        if host is not None and len(host) != batch.batch_size:
+            raise BadBatch(f"{name} has {len(host)} entries for {batch.batch_size} requests")
+    if extend is None or lens is None:
+        return
+    for request, (new, total) in enumerate(zip(extend, lens, strict=True)):
+        cached = total - new if prefix is None else prefix[request]
+        if new < 0 or cached < 0 or cached + new != total:
+            raise BadBatch(
+                f"request {request}: prefix {cached} + new {new} tokens is not its seq_lens {total}"
+            )
+
+
+def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
+    table = req_to_token(batch, config)
+    rows = batch.req_pool_indices
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
+        raise BadPageTable(
+            f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
+        )
+    if batch.seq_lens_cpu is not None and batch.seq_lens.tolist() != batch.seq_lens_cpu.tolist():
+        raise BadBatch(
+            f"seq_lens {batch.seq_lens.tolist()} and seq_lens_cpu {batch.seq_lens_cpu.tolist()} differ"
+        )
+    if batch.extend_seq_lens_cpu is not None and batch.extend_seq_lens is not None:
+        if batch.extend_seq_lens.tolist() != [int(n) for n in batch.extend_seq_lens_cpu]:
+            raise BadBatch(
+                f"extend_seq_lens {batch.extend_seq_lens.tolist()} and extend_seq_lens_cpu "
+                f"{list(batch.extend_seq_lens_cpu)} differ"
+            )
+    slots = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool)
+    for request, (row, length) in enumerate(zip(rows.tolist(), batch.seq_lens.tolist(), strict=True)):
+        if not 0 <= length <= table.shape[1]:
+            raise BadPageTable(f"request {request} has {length} keys, its row holds {table.shape[1]}")
+        used = table[row, :length]
+        _check_slots(f"request {request}", used, slots)
+        _check_pages(request, used, config.page_size)
+    if batch.out_cache_loc is not None:
+        _check_slots("out_cache_loc", batch.out_cache_loc, slots)
+
+
+def _check_slots(owner: str, slots: Tensor, available: int) -> None:
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < available:
+        raise BadPageTable(
+            f"{owner}: slots span {int(slots.min())}..{int(slots.max())}, the pool holds 0..{available - 1}"
+        )
+
+
+def _check_pages(request: int, slots: Tensor, page_size: int) -> None:
+    """Within a page, consecutive positions must lie in consecutive slots, from the page's first slot on."""
+    offset = torch.arange(slots.shape[0], device=slots.device) % page_size
+    wrong = torch.nonzero(slots % page_size != offset)
+    first = slots[torch.arange(slots.shape[0], device=slots.device) - offset]
+    wrong = torch.cat([wrong, torch.nonzero(slots - first != offset)])
+    if wrong.numel():
+        position = int(wrong[0])
+        raise BadPageTable(
+            f"request {request}: position {position} is in slot {int(slots[position])}, which is not offset "
+            f"{position % page_size} of its page of {page_size}; allocate whole pages to a request"
+        )
+
+
+def req_to_token(batch: ForwardBatch, config: BackendConfig) -> Tensor:
+    """The table of slots that this batch's rows index."""
+    return (batch.req_to_token_pool or config.req_to_token_pool).req_to_token
+
+
+def kv_slots(pool: Any) -> int:
+    """Slots of the (full) pool, padding page included."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    buffers = getattr(inner, "k_buffer", None) or inner.kv_buffer
+    return buffers[0].shape[0]
+
+
+def check_layer_inputs(q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, tokens: int) -> None:
+    """Raise BadBatch unless q, k, v are [tokens, heads * dim] (or [tokens, heads, dim]) of this layer."""
+    expected = {
+        "q": (q, layer.tp_q_head_num * layer.head_dim),
+        "k": (k, layer.tp_k_head_num * layer.head_dim),
+        "v": (v, layer.tp_v_head_num * layer.v_head_dim),
+    }
+    for name, (value, width) in expected.items():
+        if value is None:
+            continue
+        if value.shape[:1].numel() != tokens or value.numel() != tokens * width:
+            raise BadBatch(
+                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {tokens} new "
+                f"tokens, so {name} must be [{tokens}, {width}] or [{tokens}, heads, dim] of that size"
+            )
+        if value.device != q.device or value.dtype != q.dtype:
+            raise BadBatch(
+                f"layer {layer.layer_id}: {name} is {value.dtype} on {value.device}, q is {q.dtype} on "
+                f"{q.device}; they must agree"
+            )
+    if (k is None) != (v is None):
+        raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")

@@ -1,0 +1,92 @@
+"""One attention layer as a backend sees it: head geometry, scaling, and what it may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa_ref.api.errors import BadConfig
+from fa_ref.api.modes import LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """Geometry and mask of one attention layer; a server's own layer object with these names works too.
+
+    >>> layer = AttentionLayer(layer_id=0, tp_q_head_num=8, tp_k_head_num=2, head_dim=64, scaling=0.125)
+    >>> layer.v_head_dim, layer_kind(layer).name
+    (64, 'FULL')
+    """
+
+    layer_id: int  # which buffer of the pool
+    tp_q_head_num: int  # query heads on this rank
+    tp_k_head_num: int  # key heads on this rank; divides tp_q_head_num
+    tp_v_head_num: int = 0  # 0: as many as key heads
+    head_dim: int  # of q and k
+    v_head_dim: int = 0  # of v and the output; 0: head_dim
+    scaling: float  # softmax scale
+    logit_cap: float = 0.0  # softcap; 0 none
+    sliding_window_size: int | None = -1  # keys before the query that stay visible, W - 1; -1 or None: none
+    use_irope: bool = False  # chunked local attention, where the config has a chunk size
+    is_cross_attention: bool = False
+    k_scale: torch.Tensor | float | None = None  # stored key = key / k_scale, fp8 caches only
+    v_scale: torch.Tensor | float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_v_head_num", self.tp_v_head_num or self.tp_k_head_num)
+        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        if self.tp_k_head_num < 1 or self.tp_q_head_num % self.tp_k_head_num:
+            raise BadConfig(
+                f"layer {self.layer_id}: {self.tp_q_head_num} query heads over {self.tp_k_head_num} key "
+                "heads; the number of query heads must be a multiple of the number of key heads"
+            )
+        if self.tp_v_head_num != self.tp_k_head_num:
+            raise BadConfig(
+                f"layer {self.layer_id}: {self.tp_k_head_num} key heads but {self.tp_v_head_num} value heads; "
+                "they must be equal"
+            )
+        layer_kind(self)
+
+
+def window_left(layer: Any) -> int:
+    """Keys before the query that stay visible (both ends inclusive, FA's `window_size[0]`); -1 for all."""
+    size = getattr(layer, "sliding_window_size", None)
+    return -1 if size is None or size < 0 else int(size)
+
+
+def layer_kind(layer: Any, attention_chunk_size: int | None = None) -> LayerKind:
+    """The LayerKind of a layer; LOCAL needs both `use_irope` and a chunk size.
+
+    Raises BadConfig for a window on a cross-attention layer or on a chunked local layer.
+    """
+    windowed = window_left(layer) >= 0
+    local = bool(getattr(layer, "use_irope", False)) and attention_chunk_size is not None
+    cross = bool(getattr(layer, "is_cross_attention", False))
+    if windowed and cross:
+        raise BadConfig(
+            f"layer {layer.layer_id} asks for a sliding window of {window_left(layer)} on cross attention; "
+            "encoder keys have no distance to a text query: set sliding_window_size=-1"
+        )
+    if windowed and local:
+        raise BadConfig(
+            f"layer {layer.layer_id} asks for a sliding window and chunked local attention at once; "
+            "set sliding_window_size=-1 or use_irope=False"
+        )
+    if cross:
+        return LayerKind.CROSS
+    if local:
+        return LayerKind.LOCAL
+    return LayerKind.SLIDING if windowed else LayerKind.FULL
+
+
+def window_of_tokens(tokens: int) -> int:
+    """`sliding_window_size` of a window of W tokens that counts the query itself: W - 1.
+
+    >>> window_of_tokens(4)  # query 10 sees keys 7, 8, 9, 10
+    3
+    """
+    if tokens < 1:
+        raise BadConfig(f"a window of {tokens} tokens sees nothing; it must hold at least the query itself")
+    return tokens - 1

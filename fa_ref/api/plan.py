@@ -1,0 +1,114 @@
+"""A plan: the kernel calls of one forward pass, as data. Built once a batch, run once a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int32
+from torch import Tensor
+
+from fa_ref.api.errors import UnsupportedByProvider
+from fa_ref.api.modes import ForwardMode, LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPass:
+    """One call of flash_attn_with_kvcache over all (or some) query rows of the batch.
+
+    A *sequence* of a pass is a request, or a piece of one: a chunk of chunked local attention.
+
+    >>> table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    >>> lens = torch.tensor([5, 2], dtype=torch.int32)
+    >>> cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+    >>> p = AttentionPass(page_table=table, cache_seqlens=lens, cu_seqlens_q=cu,
+    ...                   max_seqlen_q=1, max_seqlen_k=5, causal=True, page_size=4)
+    >>> p.pages(1)
+    [2]
+    """
+
+    page_table: Int32[Tensor, "rows pages"]  # page ids of the pool, viewed in pages of `page_size`
+    row_index: Int32[Tensor, " sequences"] | None = None  # row of page_table per sequence; None: its own
+    cache_seqlens: Int32[Tensor, " sequences"]  # keys per sequence, counted from its first table entry
+    cu_seqlens_q: Int32[Tensor, " sequences_plus_1"]  # query rows of sequence i: cu[i] .. cu[i + 1]
+    max_seqlen_q: int  # bound, not necessarily attained
+    max_seqlen_k: int  # bound
+    causal: bool  # bottom-right aligned: the last query sees the last key
+    page_size: int  # tokens a page of the view that page_table addresses
+    pool: str = "full"  # "full" or "swa": which pool the page ids belong to
+    uses_window: bool = False  # the layer's sliding window still has to be applied by the kernel
+    takes_sinks: bool = True  # exactly one pass of a merge does
+    keys_are_new: bool = False  # every key is one of this step's own tokens, in query order
+    token_index: Int32[Tensor, " tokens"] | None = None  # the query rows of this pass; None: all, in order
+
+    @property
+    def sequences(self) -> int:
+        return self.cache_seqlens.shape[0]
+
+    def pages(self, sequence: int) -> list[int]:
+        """The page ids that one sequence may read, in order. Copies to the host: for people and tests."""
+        row = sequence if self.row_index is None else int(self.row_index[sequence])
+        count = -(-int(self.cache_seqlens[sequence]) // self.page_size)
+        return self.page_table[row, :count].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreePass:
+    """Attention of each request's draft tokens over its own draft tokens, under an explicit mask."""
+
+    slots: Int32[Tensor, "requests drafts"]  # pool slot of each draft token
+    mask: Bool[Tensor, "requests queries drafts"]  # True: the query may see the draft token
+    cu_seqlens_q: Int32[Tensor, " requests_plus_1"]
+    pool: str = "full"
+    takes_sinks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """For each layer kind, the passes whose merged states are the layer's output."""
+
+    forward_mode: ForwardMode
+    num_tokens: int  # query rows of the batch
+    passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]]
+    refused: Mapping[LayerKind, str] = field(default_factory=dict)  # why a kind has no plan in this mode
+
+    def for_kind(self, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
+        """The passes of a layer kind. Raises UnsupportedByProvider, naming mode and kind, if there are none."""
+        if kind in self.passes:
+            return self.passes[kind]
+        why = self.refused.get(kind, "the backend was configured without such layers")
+        planned = ", ".join(k.name for k in self.passes) or "none"
+        raise UnsupportedByProvider(
+            f"a {kind.name} layer in {self.forward_mode.name} has no plan: {why}. Planned kinds: {planned}."
+        )
+
+    def describe(self) -> str:
+        """The plan as an aligned table, one row a pass."""
+        head = ("layer kind", "pass", "sequences", "queries", "keys", "page", "pool", "causal", "window", "sinks")
+        rows = [head]
+        for kind, passes in self.passes.items():
+            for number, step in enumerate(passes, start=1):
+                rows.append((kind.name, str(number), *_cells(step)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        title = f"{self.forward_mode.name}: {self.num_tokens} query tokens"
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"{kind.name}: refused, {why}" for kind, why in self.refused.items()]
+        return "\n".join([title, *lines])
+
+
+def _cells(step: AttentionPass | TreePass) -> tuple[str, ...]:
+    queries = int(step.cu_seqlens_q[-1])
+    if isinstance(step, TreePass):
+        keys = str(step.slots.numel())
+        return ("tree " + str(step.slots.shape[0]), str(queries), keys, "1", step.pool, "mask", "-", "-")
+    return (
+        str(step.sequences),
+        str(queries),
+        str(int(step.cache_seqlens.sum())),
+        str(step.page_size),
+        step.pool,
+        "yes" if step.causal else "no",
+        "yes" if step.uses_window else "-",
+        "yes" if step.takes_sinks else "-",
+    )

@@ -1,0 +1,54 @@
+"""Which forward modes and layer kinds have a plan, in both packages alike."""
+
+from __future__ import annotations
+
+from fa_ref.api.batch import ForwardBatch
+from fa_ref.api.config import BackendConfig
+from fa_ref.api.errors import UnsupportedByProvider
+from fa_ref.api.layer import window_left
+from fa_ref.api.modes import ForwardMode, LayerKind
+
+PLANNED_MODES = (
+    ForwardMode.EXTEND,
+    ForwardMode.SPLIT_PREFILL,
+    ForwardMode.MIXED,
+    ForwardMode.DECODE,
+    ForwardMode.IDLE,
+)
+
+
+def refuse_unplanned(batch: ForwardBatch) -> None:
+    """Raise UnsupportedByProvider for modes (and draft decoding) that no planner covers yet."""
+    mode = batch.forward_mode
+    if mode not in PLANNED_MODES:
+        raise UnsupportedByProvider(
+            f"forward mode {mode.name} is not planned yet; planned: {', '.join(m.name for m in PLANNED_MODES)}"
+        )
+    if batch.spec_info is not None and not mode.is_idle():
+        raise UnsupportedByProvider(
+            f"{mode.name} with spec_info={type(batch.spec_info).__name__} is not planned yet: speculative decoding "
+            "is missing; pass spec_info=None to decode without it"
+        )
+
+
+def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[LayerKind, str]]:
+    """The layer kinds a config's plans cover, and why each other kind is refused."""
+    planned, refused = [LayerKind.FULL], {}
+    if window_left(config) >= 0:
+        planned.append(LayerKind.SLIDING)
+    else:
+        refused[LayerKind.SLIDING] = "config.sliding_window_size is not set"
+    if config.attention_chunk_size is not None:
+        planned.append(LayerKind.LOCAL)
+    else:
+        refused[LayerKind.LOCAL] = "config.attention_chunk_size is not set"
+    refused[LayerKind.CROSS] = "cross attention is not planned yet"
+    return tuple(planned), refused
+
+
+def refuse_unplanned_config(config: BackendConfig) -> None:
+    """Raise UnsupportedByProvider for a config whose every plan would be wrong or missing."""
+    if config.use_mla:
+        raise UnsupportedByProvider("use_mla=True is not planned yet; supported: multi-head and grouped attention")
+    if config.is_encoder_decoder:
+        raise UnsupportedByProvider("is_encoder_decoder=True is not planned yet; supported: decoder-only models")

@@ -1,0 +1,217 @@
+"""FlashAttentionBackend, readable: the methods a model's layers call, on either of two providers.
+
+"masks" answers by definition (`fa_ref.oracle`) and plans nothing. "passes" does what a production backend
+does: plan the batch once, then per layer write KV, run the passes, merge them in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fa_ref.api import (
+    AttentionPass,
+    AttentionPlan,
+    BackendConfig,
+    BadBatch,
+    BadConfig,
+    ForwardBatch,
+    LayerKind,
+    UnsupportedByProvider,
+    layer_kind,
+    window_left,
+)
+from fa_ref.api.checks import check_layer_inputs
+from fa_ref.api.support import refuse_unplanned_config
+from fa_ref.attention import AttentionState, merge
+from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa_ref.oracle import FP8, masked_attention
+from fa_ref.planning import plan_batch
+
+PROVIDERS = ("masks", "passes")
+
+
+class FlashAttentionBackend:
+    """Attention of one model over its paged cache. Call init_forward_metadata once a batch, forward once a layer.
+
+    runner: a server's model runner, or a BackendConfig. provider: "masks" (default, the oracle) or "passes".
+    q is [tokens, heads * head_dim] or [tokens, heads, head_dim]; the output is [tokens, heads * v_head_dim].
+
+    Raises BadConfig, BadBatch, BadPageTable, UnsupportedByProvider; the backend stays usable after any of them.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        skip_prefill: bool = False,
+        speculative_step_id: int = 0,
+        topk: int = 0,
+        speculative_num_steps: int = 0,
+        provider: str | None = None,
+    ) -> None:
+        if provider not in (None, *PROVIDERS):
+            raise BadConfig(f"provider {provider!r}; the reference has {', '.join(map(repr, PROVIDERS))}")
+        if topk > 1 or speculative_num_steps or speculative_step_id:
+            raise UnsupportedByProvider(
+                f"speculative decoding (topk={topk}, speculative_num_steps={speculative_num_steps}) is not planned "
+                "yet; leave these arguments at 0"
+            )
+        self.config = BackendConfig.from_model_runner(runner)
+        refuse_unplanned_config(self.config)
+        self.provider = provider or "masks"
+        self.skip_prefill = skip_prefill
+        self.oracle_dtype = torch.float32  # set to torch.float64 for a finer oracle
+        self._batch: ForwardBatch | None = None
+        self._plan: AttentionPlan | None = None
+
+    @property
+    def forward_metadata(self) -> AttentionPlan:
+        """The plan of the current batch."""
+        if self._plan is None:
+            raise BadBatch("no batch is planned; call init_forward_metadata(forward_batch) before forward")
+        return self._plan
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a batch; every layer of the forward pass reuses it."""
+        batch = ForwardBatch.of(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        self._plan = plan_batch(batch, self.config)
+        self._batch = batch
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """One layer of the batch, dispatched by mode."""
+        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write k and v to the cache, then attend. k and v None: attend to the cache as it is."""
+        plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens)
+        kind = layer_kind(layer, self.config.attention_chunk_size)
+        check_window(layer, self.config)
+        passes = plan.for_kind(kind)
+        if k is not None and v is not None and save_kv_cache:
+            self._write_kv(k, v, layer, batch)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if self.provider == "masks":
+            oracle = masked_attention(
+                queries, batch, layer, self.config, sinks=sinks, compute_dtype=self.oracle_dtype
+            )
+            return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
+        state = empty_state(queries, layer.v_head_dim)
+        for step in passes:
+            assert isinstance(step, AttentionPass)
+            state = merge(state, self._run(step, queries, layer, batch, sinks))
+        return rearrange(state.out.to(q.dtype), "t h d -> t (h d)")
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The same for decode: the plan differs, running it does not."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padded row of a captured graph: 1, on the padding slot."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+
+    def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
+        if batch.out_cache_loc is None:
+            if k.numel() == 0:
+                return
+            raise BadBatch(
+                "out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False"
+            )
+        pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
+        keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
+        values = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+        pool.set_kv_buffer(layer, batch.out_cache_loc.long(), keys, values, layer.k_scale, layer.v_scale)
+
+    def _run(
+        self, step: AttentionPass, q: Tensor, layer: Any, batch: ForwardBatch, sinks: Tensor | None
+    ) -> AttentionState:
+        """One pass, as one kernel call over the cache viewed in the pass's pages."""
+        pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        descale = [
+            None if keys.dtype != FP8 else descales(scale, step.sequences, layer.tp_k_head_num)
+            for scale in (getattr(layer, "k_scale", None), getattr(layer, "v_scale", None))
+        ]
+        rows = slice(None) if step.token_index is None else step.token_index.long()
+        out, lse = flash_attn_with_kvcache(
+            q=q[rows].float(),
+            k_cache=rearrange(keys, "(pages size) h d -> pages size h d", size=step.page_size),
+            v_cache=rearrange(values, "(pages size) h d -> pages size h d", size=step.page_size),
+            page_table=step.page_table,
+            cache_batch_idx=step.row_index,
+            cache_seqlens=step.cache_seqlens,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            k_descale=descale[0],
+            v_descale=descale[1],
+            softmax_scale=layer.scaling,
+            causal=step.causal,
+            window_size=(window_left(layer), 0) if step.uses_window else (-1, -1),
+            softcap=getattr(layer, "logit_cap", 0.0) or 0.0,
+            return_softmax_lse=True,
+            sinks=sinks if step.takes_sinks else None,
+        )
+        state = empty_state(q, layer.v_head_dim)
+        state.out[rows], state.lse[rows] = out, lse
+        return state
+
+
+def empty_state(q: Tensor, v_head_dim: int) -> AttentionState:
+    """Attention over no keys: the identity of merge."""
+    out = torch.zeros(*q.shape[:2], v_head_dim, device=q.device)
+    return AttentionState(out, torch.full(q.shape[:2], -torch.inf, device=q.device))
+
+
+def descales(scale: Tensor | float | None, sequences: int, kv_heads: int) -> Tensor:
+    """A layer's scale as the [sequences, kv_heads] fp32 that one kernel call wants: its own sequence count."""
+    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).reshape(-1)
+    return factor.expand(sequences, kv_heads)
+
+
+def check_window(layer: Any, config: BackendConfig) -> None:
+    """Raise BadConfig if a layer looks further back than the tables of a trimmed decode reach."""
+    if window_left(layer) > window_left(config) >= 0:
+        raise BadConfig(
+            f"layer {layer.layer_id} has sliding_window_size {window_left(layer)}, the config {window_left(config)}; "
+            "decode tables are cut to the config's window: set the config to the largest window of the model"
+        )
+
+
+__all__ = ["FlashAttentionBackend"]

@@ -1,0 +1,234 @@
+"""Small reproducible problems: a batch, its pools filled at random, a layer, and its q, k, v.
+
+Notebooks, tests and benchmarks build their problems here. Pages are a random permutation of a pool three times too
+large, and slots that no request owns hold NaN, so reading a wrong page shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_ref.api import (
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    ForwardMode,
+    LayerKind,
+    MHAKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
+from fa_ref.api.checks import req_to_token
+from fa_ref.api.pools import FP8
+from fa_ref.attention import AttentionState
+from fa_ref.numerics import Verdict, judge
+from fa_ref.oracle import masked_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layer of one batch, ready to run on any backend of either package."""
+
+    config: BackendConfig
+    batch: ForwardBatch
+    layer: AttentionLayer
+    q: Tensor  # [tokens, heads * head_dim]
+    k: Tensor  # [tokens, kv_heads * head_dim]
+    v: Tensor  # [tokens, kv_heads * v_head_dim]
+    sinks: Tensor | None  # [heads]
+
+    def run(self, package: Any, provider: str | None = None) -> Tensor:
+        """The layer's output [tokens, heads * v_head_dim] from a package's backend; writes k and v."""
+        backend = package.FlashAttentionBackend(self.config, provider=provider)
+        backend.init_forward_metadata(self.batch)
+        return backend.forward(self.q, self.k, self.v, self.layer, self.batch, sinks=self.sinks)
+
+    def oracle(self, compute_dtype: torch.dtype = torch.float32) -> AttentionState:
+        """What `run` should give, by definition. The keys must be written: call it after `run`."""
+        queries = self.q.reshape(-1, self.layer.tp_q_head_num, self.layer.head_dim)
+        return masked_attention(
+            queries, self.batch, self.layer, self.config, sinks=self.sinks, compute_dtype=compute_dtype
+        )
+
+    def judge(self, result: Tensor) -> Verdict:
+        """A result's error against the oracle, and the budget derived from a plain run in q's dtype."""
+        shape = (-1, self.layer.tp_q_head_num, self.layer.v_head_dim)
+        oracle, plain = self.oracle().out, self.oracle(self.q.dtype).out
+        return judge(result.reshape(shape), oracle, plain, self.q.dtype)
+
+    def replace_config(self, **changes: Any) -> Case:
+        return replace(self, config=replace(self.config, **changes))
+
+
+def make_case(
+    mode: ForwardMode = ForwardMode.EXTEND,
+    *,
+    prefix_lens: Sequence[int] = (3, 0, 6),
+    new_lens: Sequence[int] = (5, 4, 1),
+    page_size: int = 4,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    kind: LayerKind = LayerKind.FULL,
+    window: int = 3,
+    chunk: int = 8,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    hybrid: bool = False,
+    deterministic: bool = False,
+    context_len: int | None = None,
+    host_lengths: bool = True,
+    poison: bool = True,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """A problem with requests of prefix_lens cached and new_lens new tokens (DECODE: new_lens are all 1).
+
+    window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
+    where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
+    host_lengths=False leaves every host copy of the lengths out. poison=False leaves unowned slots finite.
+
+    >>> case = make_case(prefix_lens=[2], new_lens=[3])
+    >>> case.batch.seq_lens.tolist(), case.q.shape
+    ([5], torch.Size([3, 32]))
+    """
+    gen = torch.Generator().manual_seed(seed)
+    new = [1] * len(prefix_lens) if mode.is_decode() else list(new_lens)
+    total = [p + n for p, n in zip(prefix_lens, new, strict=True)]
+    context = context_len or max([*total, 1])
+    kv_dtype = kv_dtype or dtype
+
+    owned = [-(-t // page_size) for t in total]  # pages of each request
+    size = (3 * sum(owned) + 3) * page_size
+    geometry: dict[str, Any] = dict(
+        page_size=page_size, dtype=kv_dtype, head_num=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+        layer_num=1, device=device,
+    )  # fmt: skip
+    rows = ReqToTokenPool(size=len(total) + 2, context_len=context, device=device)
+    kv: Any = MHAKVPool(size=size, **geometry)
+    if hybrid:
+        window_pool, other = MHAKVPool(size=size, **geometry), kv
+        kv = SWAKVPool(
+            full_pool=other,
+            swa_pool=window_pool,
+            full_layer_ids=[1] if kind is not LayerKind.FULL else [0],
+            swa_layer_ids=[0] if kind is not LayerKind.FULL else [1],
+        )
+    indices = rows.alloc(len(total) + 2)[::-1][: len(total)]
+    slots = _place(rows, kv, indices, total, owned, page_size, gen)
+
+    config = BackendConfig(
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        page_size=page_size,
+        context_len=context,
+        sliding_window_size=window if kind is LayerKind.SLIDING else None,
+        attention_chunk_size=chunk if kind is LayerKind.LOCAL else None,
+        is_hybrid_swa=hybrid,
+        deterministic=deterministic,
+        req_to_token_pool=rows,
+        token_to_kv_pool=kv,
+    )
+    layer = AttentionLayer(
+        layer_id=0,
+        tp_q_head_num=heads,
+        tp_k_head_num=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim or head_dim,
+        scaling=head_dim**-0.5,
+        logit_cap=softcap,
+        sliding_window_size=window if kind is LayerKind.SLIDING else -1,
+        use_irope=kind is LayerKind.LOCAL,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    _fill(kv, layer, slots, prefix_lens, poison, gen)
+
+    lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens))
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(total),
+        req_pool_indices=torch.tensor(indices, dtype=torch.int64, device=device),
+        seq_lens=lens,
+        seq_lens_cpu=lens.cpu() if host_lengths else None,
+        out_cache_loc=torch.cat([s[p:] for s, p in zip(slots, prefix_lens, strict=True)] or [lens]),
+        extend_seq_lens=news,
+        extend_seq_lens_cpu=new if host_lengths else None,
+        extend_prefix_lens=prefixes,
+        extend_prefix_lens_cpu=list(prefix_lens) if host_lengths else None,
+    )
+    tokens = sum(new)
+    q = torch.randn(tokens, heads * head_dim, generator=gen).to(device, dtype)
+    k = torch.randn(tokens, kv_heads * head_dim, generator=gen).to(device, dtype)
+    v = torch.randn(tokens, kv_heads * (v_head_dim or head_dim), generator=gen).to(device, dtype)
+    sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
+    return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits)
+
+
+def _place(
+    rows: ReqToTokenPool,
+    kv: Any,
+    indices: list[int],
+    total: list[int],
+    owned: list[int],
+    page_size: int,
+    gen: torch.Generator,
+) -> list[Tensor]:
+    """Give each request random pages, fill its row of req_to_token, and (two pools) map them across."""
+    pages = 1 + torch.randperm(kv.size // page_size, generator=gen)
+    offsets = torch.arange(page_size)
+    slots, start = [], 0
+    for row, length, count in zip(indices, total, owned, strict=True):
+        mine = (pages[start : start + count, None] * page_size + offsets).flatten()
+        rows.req_to_token[row, :length] = mine[:length].to(rows.req_to_token)
+        slots.append(mine[:length].to(rows.req_to_token.device))
+        start += count
+    if isinstance(kv, SWAKVPool):
+        other = 1 + torch.randperm(kv.size // page_size, generator=gen)
+        full = (pages[:, None] * page_size + offsets).flatten()
+        swa = (other[:, None] * page_size + offsets).flatten()
+        kv.full_to_swa_index_mapping[full.to(kv.full_to_swa_index_mapping.device)] = swa.to(
+            kv.full_to_swa_index_mapping
+        )
+    return slots
+
+
+def _fill(
+    kv: Any, layer: AttentionLayer, slots: list[Tensor], prefix_lens: Sequence[int], poison: bool, gen: torch.Generator
+) -> None:
+    """Random keys and values in every owned slot; NaN in every page that no request owns.
+
+    The rest of an owned page stays zero, as a pool allocates it: kernels multiply it by zero.
+    """
+    k_buffer, v_buffer = kv.get_kv_buffer(layer.layer_id)
+    mine = torch.cat(slots or [torch.zeros(0, dtype=torch.int64)])
+    if poison:
+        owned = torch.zeros(k_buffer.shape[0] // kv.page_size, dtype=torch.bool, device=k_buffer.device)
+        owned[kv.write_slots(layer, mine.to(k_buffer.device)) // kv.page_size] = True
+        owned[0] = True
+        free = ~owned.repeat_interleave(kv.page_size)
+        for buffer in (k_buffer, v_buffer):
+            buffer.view(torch.uint8 if buffer.dtype == FP8 else buffer.dtype)[free] = (
+                0x7F if buffer.dtype == FP8 else float("nan")
+            )
+    for own, prefix in zip(slots, prefix_lens, strict=True):
+        k = torch.randn(prefix, *k_buffer.shape[1:], generator=gen).to(k_buffer.device)
+        v = torch.randn(prefix, *v_buffer.shape[1:], generator=gen).to(v_buffer.device)
+        kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
+
+
+def visible_slots(case: Case, request: int) -> Tensor:
+    """The slots of a request's logical positions, in the numbering of the full pool."""
+    row = int(case.batch.req_pool_indices[request])
+    return req_to_token(case.batch, case.config)[row, : int(case.batch.seq_lens[request])]
