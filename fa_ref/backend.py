@@ -24,7 +24,7 @@ from fa_ref.api import (
     layer_kind,
     window_left,
 )
-from fa_ref.api.checks import check_layer_inputs
+from fa_ref.api.checks import check_layer_inputs, check_window
 from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, merge
 from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -145,7 +145,9 @@ class FlashAttentionBackend:
         return 1
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+        raise UnsupportedByProvider(
+            "graph capture is not implemented yet; run init_forward_metadata every step"
+        )
 
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         if batch.out_cache_loc is None:
@@ -203,15 +205,6 @@ def descales(scale: Tensor | float | None, sequences: int, kv_heads: int) -> Ten
     """A layer's scale as the [sequences, kv_heads] fp32 that one kernel call wants: its own sequence count."""
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).reshape(-1)
     return factor.expand(sequences, kv_heads)
-
-
-def check_window(layer: Any, config: BackendConfig) -> None:
-    """Raise BadConfig if a layer looks further back than the tables of a trimmed decode reach."""
-    if window_left(layer) > window_left(config) >= 0:
-        raise BadConfig(
-            f"layer {layer.layer_id} has sliding_window_size {window_left(layer)}, the config {window_left(config)}; "
-            "decode tables are cut to the config's window: set the config to the largest window of the model"
-        )
 
 
 __all__ = ["FlashAttentionBackend"]

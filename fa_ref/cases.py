@@ -155,7 +155,9 @@ def make_case(
     )
     _fill(kv, layer, slots, prefix_lens, poison, gen)
 
-    lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens))
+    lens, news, prefixes = (
+        torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens)
+    )
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=len(total),
@@ -205,7 +207,12 @@ def _place(
 
 
 def _fill(
-    kv: Any, layer: AttentionLayer, slots: list[Tensor], prefix_lens: Sequence[int], poison: bool, gen: torch.Generator
+    kv: Any,
+    layer: AttentionLayer,
+    slots: list[Tensor],
+    prefix_lens: Sequence[int],
+    poison: bool,
+    gen: torch.Generator,
 ) -> None:
     """Random keys and values in every owned slot; NaN in every page that no request owns.
 

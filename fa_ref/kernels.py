@@ -267,7 +267,9 @@ def _pack(q: Tensor, cu_seqlens_q: Tensor | None):
 def _seqlens(lens: Tensor | int | None, sequences: int, cache: Tensor, page_table: Tensor | None) -> Tensor:
     room = cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if lens is None or isinstance(lens, int):
-        lens = torch.full((sequences,), room if lens is None else lens, dtype=torch.int32, device=cache.device)
+        lens = torch.full(
+            (sequences,), room if lens is None else lens, dtype=torch.int32, device=cache.device
+        )
     _check_int32(cache_seqlens=lens)
     if page_table is not None:
         _check_int32(page_table=page_table)
@@ -307,4 +309,3 @@ def _empty_result(q: Tensor, v_dim: int, out: Tensor | None) -> tuple[Tensor, Te
     shape = (*q.shape[:-1], v_dim)
     rows = torch.zeros(shape, dtype=dtype, device=q.device) if out is None else out.zero_().view(shape)
     return rows, torch.full(q.shape[:-1], -torch.inf, device=q.device)
-

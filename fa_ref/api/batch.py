@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxtyping import Bool, Int
+import torch
+from jaxtyping import Bool, Int, Int32
 from torch import Tensor
 
 from fa_ref.api.modes import ForwardMode
@@ -69,6 +70,31 @@ class ForwardBatch:
         given["forward_mode"] = ForwardMode.of(given["forward_mode"])
         given["spec_info"] = _spec_info(given.get("spec_info"))
         return cls(**given)
+
+    def subset(self, requests: Sequence[int]) -> ForwardBatch:
+        """The batch of some of its requests: rows and lengths, as planning needs them; no slots to write."""
+        index = torch.tensor(requests, device=self.seq_lens.device)
+
+        def pick(values):
+            if values is None:
+                return None
+            return (
+                values[index.to(values.device)]
+                if isinstance(values, Tensor)
+                else [values[i] for i in requests]
+            )
+
+        names = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
+        names += ("extend_prefix_lens", "extend_prefix_lens_cpu", "encoder_lens")
+        picked = {name: pick(getattr(self, name)) for name in names}
+        return replace(self, batch_size=len(requests), out_cache_loc=None, **picked)
+
+    def token_rows(self, requests: Sequence[int]) -> Int32[Tensor, " tokens"]:
+        """The query rows of some requests, in order. Needs extend_seq_lens_cpu."""
+        assert self.extend_seq_lens_cpu is not None
+        ends = torch.cumsum(torch.tensor(list(self.extend_seq_lens_cpu)), dim=0).tolist()
+        rows = [torch.arange(ends[i] - self.extend_seq_lens_cpu[i], ends[i]) for i in requests]
+        return torch.cat(rows).to(self.seq_lens.device, torch.int32)
 
 
 def _spec_info(info: Any) -> DraftInput | VerifyInput | None:

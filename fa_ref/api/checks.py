@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch, VerifyInput
 from fa_ref.api.config import BackendConfig
-from fa_ref.api.errors import BadBatch, BadPageTable
-from fa_ref.api.modes import ForwardMode
+from fa_ref.api.errors import BadBatch, BadConfig, BadPageTable
+from fa_ref.api.layer import window_left
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -204,4 +204,15 @@ def check_layer_inputs(q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any
                 f"{q.device}; they must agree"
             )
     if (k is None) != (v is None):
-        raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
+        raise BadBatch(
+            f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is"
+        )
+
+
+def check_window(layer: Any, config: BackendConfig) -> None:
+    """Raise BadConfig if a layer looks further back than the tables of a trimmed decode reach."""
+    if window_left(layer) > window_left(config) >= 0:
+        raise BadConfig(
+            f"layer {layer.layer_id} has sliding_window_size {window_left(layer)}, the config {window_left(config)}; "
+            "decode tables are cut to the config's window: set the config to the largest window of the model"
+        )

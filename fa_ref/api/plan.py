@@ -85,14 +85,27 @@ class AttentionPlan:
 
     def describe(self) -> str:
         """The plan as an aligned table, one row a pass."""
-        head = ("layer kind", "pass", "sequences", "queries", "keys", "page", "pool", "causal", "window", "sinks")
+        head = (
+            "layer kind",
+            "pass",
+            "sequences",
+            "queries",
+            "keys",
+            "page",
+            "pool",
+            "causal",
+            "window",
+            "sinks",
+        )
         rows = [head]
         for kind, passes in self.passes.items():
             for number, step in enumerate(passes, start=1):
                 rows.append((kind.name, str(number), *_cells(step)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         title = f"{self.forward_mode.name}: {self.num_tokens} query tokens"
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         lines += [f"{kind.name}: refused, {why}" for kind, why in self.refused.items()]
         return "\n".join([title, *lines])
 

@@ -35,7 +35,9 @@ class ReqToTokenPool:
         self, size: int, context_len: int, extra_tokens: int = 0, device: torch.device | str = "cpu"
     ) -> None:
         self.size, self.context_len = size, context_len
-        self.req_to_token = torch.zeros(size + 1, context_len + extra_tokens, dtype=torch.int32, device=device)
+        self.req_to_token = torch.zeros(
+            size + 1, context_len + extra_tokens, dtype=torch.int32, device=device
+        )
         self._free = list(range(1, size + 1))
 
     def available_size(self) -> int:

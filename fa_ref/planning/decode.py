@@ -10,24 +10,25 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind, window_left
-from fa_ref.planning.page_table import pages_of, pool_of, shifted, slot_table
+from fa_ref.api.bounds import decode_reach, longest_request, pool_of
+from fa_ref.planning.page_table import pages_of, shifted, slot_table
 
 
 def plan_decode(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
     """One pass: query i, at position seq_lens[i] - 1, over the keys of its request that `kind` can see."""
-    first_key, longest = visible_from(batch, config, kind)
     pool = pool_of(kind, config)
     table = pages_of(slot_table(batch, config, pool), config.page_size)
-    first_page = first_key // config.page_size
-    width = min(-(-longest // config.page_size), table.shape[1])
-    lens = batch.seq_lens - first_page * config.page_size
+    longest, reach = longest_request(batch, config), decode_reach(kind, config)
+    if reach is None:
+        reach = table.shape[1] * config.page_size
+    first_page = first_visible(batch, config, kind) // config.page_size
     return (
         AttentionPass(
-            page_table=shifted(table, first_page, width),
-            cache_seqlens=lens.to(torch.int32),
+            page_table=shifted(table, first_page, min(-(-reach // config.page_size), table.shape[1])),
+            cache_seqlens=(batch.seq_lens - first_page * config.page_size).to(torch.int32),
             cu_seqlens_q=torch.arange(batch.batch_size + 1, dtype=torch.int32, device=table.device),
             max_seqlen_q=1,
-            max_seqlen_k=longest,
+            max_seqlen_k=min(longest, reach),
             causal=True,
             page_size=config.page_size,
             pool=pool,
@@ -36,28 +37,12 @@ def plan_decode(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
     )
 
 
-def visible_from(
-    batch: ForwardBatch, config: BackendConfig, kind: LayerKind
-) -> tuple[Int[Tensor, " requests"], int]:
-    """First visible logical position of each request's last token, and a bound on the keys to read from there.
-
-    The bound counts from the start of the page that the first visible key lies in.
-    """
-    last = batch.seq_lens - 1
-    longest = longest_request(batch, config)
+def first_visible(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> Int[Tensor, " requests"]:
+    """The first logical position that each request's last token can see."""
+    last = (batch.seq_lens - 1).clamp(min=0)
     if kind is LayerKind.SLIDING:
-        left = window_left(config)
-        return (last - left).clamp(min=0), min(longest, left + config.page_size)
+        return (last - window_left(config)).clamp(min=0)
     if kind is LayerKind.LOCAL:
-        chunk = config.attention_chunk_size
-        assert chunk is not None
-        return last.clamp(min=0) // chunk * chunk, min(longest, chunk)
-    return torch.zeros_like(last), longest
-
-
-def longest_request(batch: ForwardBatch, config: BackendConfig) -> int:
-    """The longest seq_lens: from the host copy, or without one the width of the table."""
-    if batch.seq_lens_cpu is None:
-        pool = batch.req_to_token_pool or config.req_to_token_pool
-        return pool.req_to_token.shape[1]
-    return int(batch.seq_lens_cpu.max()) if batch.batch_size else 0
+        assert config.attention_chunk_size is not None
+        return last // config.attention_chunk_size * config.attention_chunk_size
+    return torch.zeros_like(last)

@@ -9,14 +9,8 @@ from einops import rearrange
 from jaxtyping import Int, Int32
 from torch import Tensor
 
-from fa_ref.api import BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import BackendConfig, ForwardBatch
 from fa_ref.api.checks import req_to_token
-
-
-def pool_of(kind: LayerKind, config: BackendConfig) -> str:
-    """Which pool layers of this kind read: with hybrid windows, SLIDING and LOCAL have a pool of their own."""
-    windowed = kind in (LayerKind.SLIDING, LayerKind.LOCAL)
-    return "swa" if config.is_hybrid_swa and windowed else "full"
 
 
 def slot_table(batch: ForwardBatch, config: BackendConfig, pool: str) -> Int32[Tensor, "requests positions"]:
@@ -27,14 +21,14 @@ def slot_table(batch: ForwardBatch, config: BackendConfig, pool: str) -> Int32[T
     return swa_slots(batch.token_to_kv_pool or config.token_to_kv_pool, slots)
 
 
-def swa_slots(kv_pool: Any, slots: Int32[Tensor, "requests positions"]) -> Int32[Tensor, "requests positions"]:
+def swa_slots(
+    kv_pool: Any, slots: Int32[Tensor, "requests positions"]
+) -> Int32[Tensor, "requests positions"]:
     """Slots of the full pool as slots of the window pool; 0, the padding slot, where a token was freed."""
     return kv_pool.full_to_swa_index_mapping[slots.long()].to(torch.int32)
 
 
-def pages_of(
-    slots: Int32[Tensor, "requests positions"], page_size: int
-) -> Int32[Tensor, "requests pages"]:
+def pages_of(slots: Int32[Tensor, "requests positions"], page_size: int) -> Int32[Tensor, "requests pages"]:
     """Every page_size-th slot, divided by page_size: the page that holds each run of positions.
 
     A page holds consecutive positions of one request, so its first slot tells it all. Translate slots to
