@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fa_ref.api import *  # noqa: F403
+    from fa_ref.api import *
     from fa_ref.backend import FlashAttentionBackend
     from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
     from fa_ref.planning import plan_batch

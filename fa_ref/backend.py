@@ -19,16 +19,16 @@ from fa_ref.api import (
     BadBatch,
     BadConfig,
     ForwardBatch,
-    LayerKind,
     UnsupportedByProvider,
     layer_kind,
     window_left,
 )
 from fa_ref.api.checks import check_layer_inputs, check_window
+from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, merge
-from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache
-from fa_ref.oracle import FP8, masked_attention
+from fa_ref.kernels import flash_attn_with_kvcache
+from fa_ref.oracle import masked_attention
 from fa_ref.planning import plan_batch
 
 PROVIDERS = ("masks", "passes")
@@ -168,7 +168,7 @@ class FlashAttentionBackend:
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys, values = pool.get_kv_buffer(layer.layer_id)
         descale = [
-            None if keys.dtype != FP8 else descales(scale, step.sequences, layer.tp_k_head_num)
+            None if keys.dtype != FP8 else descales(scale, step.sequences, layer.tp_k_head_num, q.device)
             for scale in (getattr(layer, "k_scale", None), getattr(layer, "v_scale", None))
         ]
         rows = slice(None) if step.token_index is None else step.token_index.long()
@@ -201,10 +201,9 @@ def empty_state(q: Tensor, v_head_dim: int) -> AttentionState:
     return AttentionState(out, torch.full(q.shape[:2], -torch.inf, device=q.device))
 
 
-def descales(scale: Tensor | float | None, sequences: int, kv_heads: int) -> Tensor:
+def descales(scale: Tensor | float | None, sequences: int, kv_heads: int, device: torch.device) -> Tensor:
     """A layer's scale as the [sequences, kv_heads] fp32 that one kernel call wants: its own sequence count."""
-    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).reshape(-1)
-    return factor.expand(sequences, kv_heads)
+    return rearrange(head_scale(scale, device), "h 1 -> 1 h").expand(sequences, kv_heads)
 
 
 __all__ = ["FlashAttentionBackend"]

@@ -13,13 +13,12 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from fa_ref.api.errors import BadBatch, BadPageTable, UnsupportedByProvider
+from fa_ref.api.pools import FP8
 from fa_ref.attention import AttentionState, attend, merge, scores, wide
 from fa_ref.attention import softcap as apply_softcap
 from fa_ref.masks import Mask, everything, local_chunk, sliding_window
 from fa_ref.masks import causal as causal_mask
 from fa_ref.planning.ragged import spans
-
-FP8 = torch.float8_e4m3fn
 
 
 def flash_attn_with_kvcache(

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fa_ref.api import BackendConfig, ForwardBatch, LayerKind, layer_kind, window_left
 from fa_ref.api.checks import req_to_token
+from fa_ref.api.pools import FP8, head_scale
 from fa_ref.attention import AttentionState, attention
 from fa_ref.masks import Mask, causal, local_chunk, sliding_window
-
-FP8 = torch.float8_e4m3fn
 
 
 def masked_attention(
@@ -93,11 +91,6 @@ def cached(
     slots = pool.write_slots(layer, req_to_token(batch, config)[row, :length].long())
     keys, values = (buffer[slots] for buffer in pool.get_kv_buffer(layer.layer_id))
     if keys.dtype == FP8:
-        keys = keys.float() * _scale(getattr(layer, "k_scale", None), keys)
-        values = values.float() * _scale(getattr(layer, "v_scale", None), values)
+        keys = keys.float() * head_scale(getattr(layer, "k_scale", None), keys.device)
+        values = values.float() * head_scale(getattr(layer, "v_scale", None), values.device)
     return keys, values
-
-
-def _scale(scale: Tensor | float | None, like: Tensor) -> Tensor:
-    factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=like.device)
-    return rearrange(factor.reshape(-1), "h -> h 1") if factor.numel() > 1 else factor

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Bool, Int32
 from torch import Tensor
 

@@ -212,11 +212,17 @@ class SWAKVPool:
 
 
 def stored(values: Tensor, dtype: torch.dtype, scale: Tensor | float | None) -> Tensor:
-    """`values` as a pool of `dtype` keeps them: value / scale, clamped to e4m3's range when fp8.
+    """`values` [tokens, kv_heads, dim] as a pool of `dtype` keeps them: value / scale, clamped, when fp8.
 
-    A wider cache stores the values unscaled: a checkpoint's k_scale belongs to an fp8 cache only.
+    scale: one factor, or one a key head. A wider cache stores the values unscaled: a checkpoint's k_scale
+    belongs to an fp8 cache only.
     """
     if dtype != FP8:
         return values.to(dtype)
-    scaled = values.float() / (1.0 if scale is None else scale)
+    scaled = values.float() / head_scale(scale, values.device)
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def head_scale(scale: Tensor | float | None, device: torch.device) -> Float[Tensor, "heads 1"]:
+    """A layer's scale (none, one factor, or one a key head) as fp32 that broadcasts over [..., heads, dim]."""
+    return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device).reshape(-1, 1)

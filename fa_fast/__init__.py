@@ -1,0 +1,70 @@
+"""An LLM-serving attention backend on production kernels.
+
+Every name here exists in `fa_ref` too, with the same signature, in code to read. Importing this package touches no
+device and loads no kernels: names load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fa_ref.api import *
+    from fa_fast.backend import FlashAttentionBackend
+    from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
+    from fa_fast.planning import plan_batch
+    from fa_fast.planning.local import make_local_attention_virtual_batches
+
+_HOME = {
+    "FlashAttentionBackend": "fa_fast.backend",
+    "flash_attn_varlen_func": "fa_fast.functional",
+    "flash_attn_with_kvcache": "fa_fast.functional",
+    "make_local_attention_virtual_batches": "fa_fast.planning.local",
+    "merge_state": "fa_fast.functional",
+    "plan_batch": "fa_fast.planning",
+}
+
+__all__ = [
+    "AttentionLayer",
+    "AttentionPass",
+    "AttentionPlan",
+    "BackendConfig",
+    "BadBatch",
+    "BadConfig",
+    "BadPageTable",
+    "DraftInput",
+    "FaError",
+    "FlashAttentionBackend",
+    "ForwardBatch",
+    "ForwardMode",
+    "LayerKind",
+    "MHAKVPool",
+    "MLAKVPool",
+    "ProviderNotInstalled",
+    "ReqToTokenPool",
+    "SWAKVPool",
+    "TreePass",
+    "UnsupportedByProvider",
+    "VerifyInput",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "layer_kind",
+    "make_local_attention_virtual_batches",
+    "merge_state",
+    "plan_batch",
+    "window_left",
+    "window_of_tokens",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(_HOME.get(name, "fa_ref.api")), name)
+    raise AttributeError(f"module 'fa_fast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

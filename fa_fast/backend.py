@@ -1,0 +1,294 @@
+"""FlashAttentionBackend on production kernels: plan a batch once, then per layer write KV, run passes, merge.
+
+The readable twin, with every step explained, is fa_ref.backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_fast.kernels.select import Provider, provider_for
+from fa_fast.planning import plan_batch
+from fa_fast.write import write_kv
+from fa_ref.api import (
+    AttentionPass,
+    AttentionPlan,
+    BackendConfig,
+    BadBatch,
+    ForwardBatch,
+    LayerKind,
+    UnsupportedByProvider,
+    layer_kind,
+    window_left,
+)
+from fa_ref.api.checks import check_layer_inputs, check_window
+from fa_ref.api.pools import FP8, head_scale
+from fa_ref.api.support import refuse_unplanned_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Geometry:
+    """What the kernels need to know of a layer; layers that share it share a scheduler's metadata."""
+
+    kind: LayerKind
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window_left: int
+    softcap: float
+
+
+class FlashAttentionBackend:
+    """Attention of one model over its paged cache. Call init_forward_metadata once a batch, forward once a layer.
+
+    runner: a server's model runner, or a BackendConfig. provider: the name of a kernel provider; None takes the
+    device's own ("torch_cpu", "sgl_cuda"). q is [tokens, heads * head_dim] or [tokens, heads, head_dim]; the output
+    is [tokens, heads * v_head_dim]. Nothing here waits for the device, unless FA_CHECK=1.
+
+    Raises BadConfig, BadBatch, BadPageTable, UnsupportedByProvider, ProviderNotInstalled; the backend stays usable.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        skip_prefill: bool = False,
+        speculative_step_id: int = 0,
+        topk: int = 0,
+        speculative_num_steps: int = 0,
+        provider: str | None = None,
+    ) -> None:
+        if topk > 1 or speculative_num_steps or speculative_step_id:
+            raise UnsupportedByProvider(
+                f"speculative decoding (topk={topk}, speculative_num_steps={speculative_num_steps}) is not planned "
+                "yet; leave these arguments at 0"
+            )
+        self.config = BackendConfig.from_model_runner(runner)
+        refuse_unplanned_config(self.config)
+        self.kernels: Provider = provider_for(self.config.device, provider)
+        self.provider = self.kernels.CAPABILITY.provider
+        self.skip_prefill = skip_prefill
+        self._num_splits = 1 if self.config.deterministic else 0
+        self._geometries: dict[int, tuple[Any, _Geometry]] = {}  # by layer id, with the layer it belongs to
+        self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
+        self._plan: AttentionPlan | None = None
+
+    @property
+    def forward_metadata(self) -> AttentionPlan:
+        """The plan of the current batch."""
+        if self._plan is None:
+            raise BadBatch("no batch is planned; call init_forward_metadata(forward_batch) before forward")
+        return self._plan
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a batch; every layer of the forward pass reuses it."""
+        batch = ForwardBatch.of(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        self._plan = plan_batch(batch, self.config)
+        self._schedules.clear()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """One layer of the batch, dispatched by mode."""
+        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write k and v to the cache, then attend. k and v None: attend to the cache as it is."""
+        plan = self.forward_metadata
+        check_layer_inputs(q, k, v, layer, plan.num_tokens)
+        geometry = self._geometry(layer, q.dtype, sinks)
+        passes = plan.for_kind(geometry.kind)
+        pool = getattr(forward_batch, "token_to_kv_pool", None) or self.config.token_to_kv_pool
+        if k is not None and v is not None:
+            k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
+            v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
+            if save_kv_cache:
+                write_kv(pool, layer, forward_batch.out_cache_loc, k, v)
+        queries = q.reshape(-1, geometry.heads, geometry.head_dim)
+        if queries.shape[0] == 0 or not passes:
+            return q.new_zeros(queries.shape[0], geometry.heads * geometry.v_head_dim)
+        out = self._run(passes, queries, k, v, layer, geometry, pool, sinks)
+        return out.reshape(out.shape[0], -1)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """The same for decode: the plan differs, running it does not."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padded row of a captured graph: 1, on the padding slot."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+
+    def _geometry(self, layer: Any, dtype: torch.dtype, sinks: Tensor | None) -> _Geometry:
+        """The layer's geometry, checked against the provider the first time it is seen."""
+        known = self._geometries.get(layer.layer_id)
+        if known is not None and known[0] is layer:
+            return known[1]
+        check_window(layer, self.config)
+        geometry = _Geometry(
+            kind=layer_kind(layer, self.config.attention_chunk_size),
+            heads=layer.tp_q_head_num,
+            kv_heads=layer.tp_k_head_num,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            window_left=window_left(layer),
+            softcap=float(getattr(layer, "logit_cap", 0.0) or 0.0),
+        )
+        self.kernels.CAPABILITY.require(
+            dtype=dtype,
+            kv_dtype=self.config.kv_cache_dtype,
+            head_dim=geometry.head_dim,
+            v_head_dim=geometry.v_head_dim,
+            page_size=self.config.page_size,
+            softcap=geometry.softcap != 0,
+            sinks=sinks is not None,
+            window=geometry.kind is LayerKind.SLIDING,
+        )
+        self._geometries[layer.layer_id] = (layer, geometry)
+        return geometry
+
+    def _run(
+        self,
+        passes: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        geometry: _Geometry,
+        pool: Any,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The passes of a plan either cover all query rows and merge, or split the rows among them."""
+        if passes[0].token_index is not None:
+            out = q.new_zeros(q.shape[0], geometry.heads, geometry.v_head_dim)
+            for step in passes:
+                part = self._call(step, q[step.token_index], None, None, layer, geometry, pool, sinks, False)
+                out.index_copy_(0, step.token_index.long(), part)
+            return out
+        if len(passes) == 1:
+            return self._call(passes[0], q, k, v, layer, geometry, pool, sinks, False)
+        states = [self._call(step, q, k, v, layer, geometry, pool, sinks, True) for step in passes]
+        out, lse = states[0]
+        for other, other_lse in states[1:]:
+            out, lse = self.kernels.merge_state(out, lse, other, other_lse)
+        return out
+
+    def _call(
+        self,
+        step: AttentionPass,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        geometry: _Geometry,
+        pool: Any,
+        sinks: Tensor | None,
+        return_lse: bool,
+    ) -> Any:
+        """One pass, as one kernel call."""
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        # A window that no key of the pass lies outside of is left out: the plain kernel is the faster one.
+        windowed = step.uses_window and step.max_seqlen_k > geometry.window_left + 1
+        common = dict(
+            softmax_scale=layer.scaling,
+            causal=step.causal,
+            window_size=(geometry.window_left, 0) if windowed else (-1, -1),
+            softcap=geometry.softcap,
+            num_splits=self._num_splits,
+            return_softmax_lse=return_lse,
+            sinks=sinks if step.takes_sinks else None,
+        )
+        if step.keys_are_new and k is not None and k.dtype == keys.dtype:
+            return self.kernels.flash_attn_varlen_func(
+                q=q,
+                k=k,
+                v=v,
+                cu_seqlens_q=step.cu_seqlens_q,
+                cu_seqlens_k=step.cu_seqlens_q,
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.max_seqlen_q,
+                **common,
+            )
+        fp8 = keys.dtype == FP8
+        return self.kernels.flash_attn_with_kvcache(
+            q=q,
+            k_cache=keys.view(-1, step.page_size, geometry.kv_heads, geometry.head_dim),
+            v_cache=values.view(-1, step.page_size, geometry.kv_heads, geometry.v_head_dim),
+            page_table=step.page_table,
+            cache_batch_idx=step.row_index,
+            cache_seqlens=step.cache_seqlens,
+            cu_seqlens_q=step.cu_seqlens_q,
+            max_seqlen_q=step.max_seqlen_q,
+            k_descale=_descale(layer, "k_scale", step, geometry, q.device) if fp8 else None,
+            v_descale=_descale(layer, "v_scale", step, geometry, q.device) if fp8 else None,
+            scheduler_metadata=self._schedule(step, geometry, windowed, keys.dtype),
+            **common,
+        )
+
+    def _schedule(self, step: AttentionPass, geometry: _Geometry, windowed: bool, dtype: torch.dtype) -> Any:
+        """The kernel's tile schedule for this pass: made at its first layer, shared by all layers like it."""
+        if self.kernels.get_scheduler_metadata is None:
+            return None
+        key = (geometry, id(step))
+        if key not in self._schedules:
+            self._schedules[key] = self.kernels.get_scheduler_metadata(
+                sequences=step.sequences,
+                max_seqlen_q=step.max_seqlen_q,
+                max_seqlen_k=step.page_table.shape[1] * step.page_size,
+                heads=geometry.heads,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+                v_head_dim=geometry.v_head_dim,
+                dtype=dtype,
+                cache_seqlens=step.cache_seqlens,
+                cu_seqlens_q=step.cu_seqlens_q,
+                page_size=step.page_size,
+                causal=step.causal,
+                window_size=(geometry.window_left, 0) if windowed else (-1, -1),
+                has_softcap=geometry.softcap != 0,
+                num_splits=self._num_splits,
+            )
+        return self._schedules[key]
+
+
+def _descale(layer: Any, name: str, step: AttentionPass, geometry: _Geometry, device: torch.device) -> Tensor:
+    """The layer's scale as fp32 [sequences of this call, kv_heads]."""
+    return head_scale(getattr(layer, name, None), device).T.expand(step.sequences, geometry.kv_heads)
+
+
+__all__ = ["FlashAttentionBackend"]

@@ -1,0 +1,170 @@
+"""sgl-kernel's FlashAttention-3 on NVIDIA GPUs of compute capability 9.0, behind the common seam.
+
+What its arguments mean beyond their names, and why each line here is as it is, was checked on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_fast.kernels.capability import Capability
+from fa_fast.kernels.installed import fa3_functions
+from fa_ref.api.pools import FP8
+
+_SAME = [(dim, dim) for dim in (64, 96, 128, 192, 256)]
+
+CAPABILITY = Capability(
+    provider="sgl_cuda",
+    device="cuda",
+    head_dims=frozenset([*_SAME, (192, 128)]),
+    page_sizes=None,
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    kv_dtypes=frozenset({torch.bfloat16, torch.float16, FP8}),
+    softcap=True,
+    sinks=True,
+    lse=True,
+    qv=False,
+    window=True,
+    out=True,
+    attention_chunk=True,
+    scheduler_metadata=True,
+    remedy="Run the layer on a CPU device (provider torch_cpu) or in fa_ref.",
+)
+
+
+def load() -> None:
+    """Raise ProviderNotInstalled, with what to do, unless FA3 can be called."""
+    fa3_functions()
+
+
+def _fa3() -> Any:
+    return fa3_functions()
+
+
+@functools.cache
+def _accepts(function: str, argument: str) -> bool:
+    """Whether this build takes an argument: builds differ, and version numbers do not tell."""
+    return argument in inspect.signature(getattr(_fa3(), function)).parameters
+
+
+def flash_attn_with_kvcache(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FA3 over a paged cache; lse comes back as a (tokens, heads) view of the kernel's (heads, tokens)."""
+    dtype = q.dtype
+    if k_cache.dtype == FP8 and q.dtype != FP8:
+        assert cu_seqlens_q is not None, "an fp8 cache needs ragged queries"
+        from fa_fast.triton_ops.quantize_q import quantize_q
+
+        q, q_descale = quantize_q(q, cu_seqlens_q, k_cache.shape[-2])
+    optional = {"sinks": _sinks(sinks), "out": out if k_cache.dtype != FP8 else None}
+    optional = {name: value for name, value in optional.items() if value is not None}
+    result = _fa3().flash_attn_with_kvcache(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        return_softmax_lse=return_softmax_lse,
+        **optional,
+        **arguments,
+    )
+    return _result(result, dtype, return_softmax_lse, out)
+
+
+def flash_attn_varlen_func(
+    *,
+    q: Tensor,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FA3 over contiguous ragged keys."""
+    optional = {"sinks": _sinks(sinks), "out": out}
+    optional = {name: value for name, value in optional.items() if value is not None}
+    result = _fa3().flash_attn_varlen_func(
+        q=q, return_softmax_lse=return_softmax_lse, **optional, **arguments
+    )
+    return _result(result, q.dtype, return_softmax_lse, out)
+
+
+def get_scheduler_metadata(
+    *,
+    sequences: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    page_size: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    has_softcap: bool,
+    num_splits: int,
+) -> Tensor | None:
+    """FA3's tile schedule, made once a step for all layers that share a geometry; None if the build has none."""
+    if getattr(_fa3(), "get_scheduler_metadata", None) is None:
+        return None
+    return _fa3().get_scheduler_metadata(
+        batch_size=sequences,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_heads=heads,
+        num_heads_k=kv_heads,
+        headdim=head_dim,
+        headdim_v=v_head_dim,
+        qkv_dtype=dtype,
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        page_size=page_size,
+        causal=causal,
+        window_size=window_size,
+        has_softcap=has_softcap,
+        num_splits=num_splits,
+    )
+
+
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge with the LSE in any layout: sgl-kernel's own merge wants two transposed copies first."""
+    from fa_fast.triton_ops.merge_state import merge_state as launch
+
+    return launch(out_a, lse_a, out_b, lse_b, out)
+
+
+def _sinks(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.to(torch.bfloat16)
+
+
+def _result(
+    result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    answer, lse = (result[0], result[1]) if return_lse else (result, None)
+    answer = answer if answer.dtype == dtype else answer.to(dtype)  # fp8 queries come back as bf16
+    if out is not None and answer.data_ptr() != out.data_ptr():
+        answer = out.copy_(answer)
+    return answer if lse is None else (answer, lse.transpose(-1, -2))

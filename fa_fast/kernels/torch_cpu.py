@@ -1,0 +1,348 @@
+"""The CPU provider: every feature of the kernel seam in PyTorch, arranged around what a CPU is good at.
+
+Where its speed comes from: the heads of a group become query rows of one small matrix product, so each key is
+read once, not once per query head; few-query attention gathers 512 keys at a time, so that a gathered block is
+still in cache when it is used, and merges the blocks by LSE; pages that follow one another are read in place; a
+causal prefill is a rectangle over the prefix and one square with the kernel's causal flag; windows and chunks
+touch only the blocks they reach. `num_splits=1` keeps every sequence in kernel calls of its own, which makes its
+result independent of the rest of the batch, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa_fast.kernels import _cpu_checks as checks
+from fa_fast.kernels._cpu_attend import Rows, run
+from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
+from fa_fast.kernels._cpu_visible import Visible
+from fa_fast.kernels.capability import Capability
+from fa_ref.api.errors import BadBatch
+
+_FP8 = torch.float8_e4m3fn
+_WIDE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
+CAPABILITY = Capability(
+    provider="torch_cpu",
+    device="cpu",
+    head_dims=None,
+    page_sizes=None,
+    dtypes=_WIDE | {_FP8},  # an fp8 q gives a bf16 output
+    kv_dtypes=_WIDE | {_FP8},
+    softcap=True,
+    sinks=True,
+    lse=True,
+    qv=True,
+    window=True,
+    out=True,
+    attention_chunk=True,
+    scheduler_metadata=False,
+    remedy="Convert the tensors, or move them to a device whose provider can.",
+)
+
+get_scheduler_metadata = None  # there is no tile scheduler here: work is planned inside each call
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qv: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ragged queries over a cache, paged or one row per sequence.
+
+    q: (tokens, heads, dim) split at cu_seqlens_q, int32 [sequences + 1]; or (sequences, queries, heads, dim).
+    k_cache, v_cache: (pages, page_size, kv_heads, dim) with page_table, int32 [rows, pages]; without a table
+    (rows, slots, kv_heads, dim). cache_batch_idx, int32 [sequences]: the row of each sequence. cache_seqlens:
+    int32 [sequences], keys of each sequence; None means all a row can hold.
+    Descales: fp32, broadcastable to [sequences, kv_heads]. sinks: [heads]. num_splits=1: batch-invariant.
+
+    Returns out like q, and with return_softmax_lse (out, lse): lse fp32 (tokens, heads), or (sequences,
+    queries, heads) for batched q. A row without a visible key gives 0 and -inf.
+    Raises BadBatch, BadPageTable, UnsupportedByProvider. Twin: fa_ref.kernels.flash_attn_with_kvcache.
+    """
+    if scheduler_metadata is not None:
+        raise CAPABILITY.refuse("a call with scheduler_metadata", "calls without it (pass None)")
+    checks.check_operands(
+        {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "qv": qv,
+            "page_table": page_table,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cache_seqlens": cache_seqlens,
+            "cache_batch_idx": cache_batch_idx,
+            "sinks": sinks,
+            "out": out,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+        }
+    )
+    checks.check_rank("k_cache", k_cache, "pages page_size kv_heads head_dim")
+    checks.check_rank("v_cache", v_cache, "pages page_size kv_heads v_head_dim")
+    batch_shape = q.shape[:-2]
+    if cu_seqlens_q is None:
+        checks.check_rank("q", q, "sequences queries heads head_dim")
+        sequences, queries = batch_shape
+        query_starts = [queries * sequence for sequence in range(sequences + 1)]
+        q, qv = q.flatten(0, 1), None if qv is None else qv.flatten(0, 1)
+    else:
+        checks.check_rank("q", q, "tokens heads head_dim")
+        query_starts = checks.starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    checks.check_heads(q=q, k=k_cache, v=v_cache, qv=qv, sinks=sinks)
+    checks.check_dtypes(q=q, k=k_cache, v=v_cache, qv=qv)
+    keys = _paged_keys(
+        k_cache, v_cache, page_table, cache_batch_idx, cache_seqlens, len(query_starts) - 1, qv is not None
+    )
+    checks.check_longest(max_seqlen_q, query_starts)
+    return _attention(
+        q=q,
+        qv=qv,
+        v=v_cache,
+        kv_heads=k_cache.shape[-2],
+        keys=keys,
+        query_starts=query_starts,
+        batch_shape=batch_shape,
+        descales=(q_descale, k_descale, v_descale),
+        softmax_scale=softmax_scale,
+        visible=Visible.of(causal, window_size, attention_chunk),
+        softcap=softcap,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+        sinks=sinks,
+        out=out,
+    )
+
+
+@torch.no_grad()
+def flash_attn_varlen_func(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ragged queries over ragged keys that lie one sequence after the other.
+
+    q: (tokens, heads, dim), k: (keys, kv_heads, dim), v: (keys, kv_heads, v_dim), split at cu_seqlens_q and
+    cu_seqlens_k, int32 [sequences + 1]. Everything else as in flash_attn_with_kvcache.
+    Twin: fa_ref.kernels.flash_attn_varlen_func.
+    """
+    checks.check_operands(
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "qv": qv,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "sinks": sinks,
+            "out": out,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+        }
+    )
+    checks.check_rank("q", q, "tokens heads head_dim")
+    checks.check_rank("k", k, "keys kv_heads head_dim")
+    checks.check_rank("v", v, "keys kv_heads v_head_dim")
+    checks.check_heads(q=q, k=k, v=v, qv=qv, sinks=sinks)
+    checks.check_dtypes(q=q, k=k, v=v, qv=qv)
+    query_starts = checks.starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    key_starts = checks.starts("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    checks.check_count("cu_seqlens_k", key_starts, len(query_starts))
+    checks.check_longest(max_seqlen_q, query_starts)
+    keys = RaggedKeys(k=k, v=v, starts=key_starts, joint=qv is not None)
+    return _attention(
+        q=q,
+        qv=qv,
+        v=v,
+        kv_heads=k.shape[-2],
+        keys=keys,
+        query_starts=query_starts,
+        batch_shape=q.shape[:-2],
+        descales=(q_descale, k_descale, v_descale),
+        softmax_scale=softmax_scale,
+        visible=Visible.of(causal, window_size, attention_chunk),
+        softcap=softcap,
+        num_splits=num_splits,
+        return_softmax_lse=return_softmax_lse,
+        sinks=sinks,
+        out=out,
+    )
+
+
+@torch.no_grad()
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint key sets from attention over each. (0, -inf) is the identity, bit for bit.
+
+    out_*: (tokens, heads, dim), lse_*: fp32 (tokens, heads); out: optional buffer, may be one of the inputs.
+
+        >>> one = torch.ones(1, 1, 2)
+        >>> merge_state(one, torch.zeros(1, 1), 3 * one, torch.zeros(1, 1))[0]
+        tensor([[[2., 2.]]])
+    """
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != out_a.shape[:-1] or out_a.shape != out_b.shape:
+            raise BadBatch(
+                f"{name} has shape {tuple(lse.shape)}, the outputs {tuple(out_a.shape)} and "
+                f"{tuple(out_b.shape)}; outputs must agree as (tokens, heads, dim) and an LSE must be (tokens, heads)."
+            )
+    checks.check_out(out, tuple(out_a.shape), out_a.dtype)
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_b = torch.sigmoid(lse_b - lse_a)[..., None]
+    merged = torch.lerp(out_a.to(weight_b.dtype), out_b.to(weight_b.dtype), weight_b).to(out_a.dtype)
+    empty_a, empty_b = lse_a.isneginf()[..., None], lse_b.isneginf()[..., None]
+    merged = torch.where(empty_b, out_a, torch.where(empty_a, out_b, merged))
+    merged = merged.masked_fill_(empty_a & empty_b, 0.0)
+    return (merged if out is None else out.copy_(merged)), lse
+
+
+def _paged_keys(
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_seqlens: Tensor | int | None,
+    sequences: int,
+    joint: bool,
+) -> PagedKeys:
+    """An unpaged cache is a cache with one page per row."""
+    if page_table is None:
+        page_table = torch.arange(k.shape[0], dtype=torch.int32)[:, None]
+    checks.check_table(page_table)
+    if cache_batch_idx is None:
+        row_index = list(range(sequences))
+    else:
+        row_index = checks.host_ints("cache_batch_idx", cache_batch_idx)
+        checks.check_count("cache_batch_idx", row_index, sequences)
+    checks.check_rows(row_index, page_table.shape[0])
+    width, page_size = page_table.shape[1], k.shape[1]
+    if cache_seqlens is None or isinstance(cache_seqlens, int):
+        lengths = [width * page_size if cache_seqlens is None else cache_seqlens] * sequences
+    else:
+        lengths = checks.host_ints("cache_seqlens", cache_seqlens)
+    checks.check_count("cache_seqlens", lengths, sequences)
+    checks.check_lengths(lengths, width=width, page_size=page_size)
+    checks.check_page_ids(
+        page_table=page_table, row_index=row_index, lengths=lengths, page_size=page_size, pages=k.shape[0]
+    )
+    return PagedKeys(k=k, v=v, page_table=page_table, row_index=row_index, lengths=lengths, joint=joint)
+
+
+def _attention(
+    *,
+    q: Tensor,
+    qv: Tensor | None,
+    v: Tensor,
+    kv_heads: int,
+    keys: PagedKeys | RaggedKeys,
+    query_starts: list[int],
+    batch_shape: torch.Size,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    softmax_scale: float | None,
+    visible: Visible,
+    softcap: float,
+    num_splits: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    compute, out_dtype = _compute_dtype(q.dtype, v.dtype), torch.bfloat16 if q.dtype == _FP8 else q.dtype
+    out_shape = (*batch_shape, heads, v.shape[-1])
+    checks.check_out(out, out_shape, out_dtype)
+    out = q.new_empty(out_shape, dtype=out_dtype) if out is None else out
+    lse = torch.empty(tokens, heads)
+    q_scale, v_scale = _fold(descales, len(query_starts) - 1, heads, kv_heads, q, qv)
+    joined = q if qv is None else torch.cat([qv.to(compute), q.to(compute)], -1)
+    run(
+        Rows(
+            q=joined.to(compute),
+            out=out if len(batch_shape) == 1 else out.view(tokens, heads, v.shape[-1]),
+            lse=lse,
+            query_starts=query_starts,
+            keys=keys,
+            kv_heads=kv_heads,
+            visible=visible,
+            scale=joined.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            softcap=float(softcap),
+            sinks=None if sinks is None else sinks.float(),
+            q_scale=q_scale,
+            v_scale=v_scale,
+            alone=num_splits == 1,
+        )
+    )
+    return (out, lse.view(*batch_shape, heads)) if return_softmax_lse else out
+
+
+def _compute_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
+    """e4m3 fits bf16 exactly; descales may leave fp16's range, so there an fp8 cache is read in fp32."""
+    if q == _FP8:
+        return torch.bfloat16
+    return torch.float32 if kv == _FP8 and q == torch.float16 else q
+
+
+def _fold(
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    q: Tensor,
+    qv: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Descales are per sequence and head, so those of q and k scale the query and v's scales the output."""
+    if all(descale is None for descale in descales):
+        return None, None
+    q_descale, k_descale, v_descale = (
+        torch.ones(sequences, heads)
+        if descale is None
+        else checks.descale(name, descale, sequences, kv_heads).repeat_interleave(heads // kv_heads, 1)
+        for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+    )
+    q_scale = (q_descale * k_descale)[..., None]
+    if qv is not None:
+        qv_scale = (q_descale * v_descale)[..., None].expand(-1, -1, qv.shape[-1])
+        q_scale = torch.cat([qv_scale, q_scale.expand(-1, -1, q.shape[-1])], -1)
+    return q_scale, v_descale

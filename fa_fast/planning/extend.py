@@ -1,0 +1,57 @@
+"""EXTEND, SPLIT_PREFILL and MIXED on the device: one pass a layer kind, no host round trip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa_fast.planning.local import local_pass
+from fa_fast.planning.page_table import paged_view
+from fa_fast.planning.ragged import cu_seqlens
+from fa_ref.api import AttentionPass, BackendConfig, BadBatch, ForwardBatch, LayerKind
+from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
+
+
+def plan_extend(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
+    """Twin of fa_ref.planning.extend.plan_extend."""
+    if not config.deterministic:
+        return (_one_pass(batch, config, kind),)
+    lens = batch.extend_seq_lens_cpu
+    if lens is None:
+        raise BadBatch(
+            "deterministic mode plans single-token requests apart and needs extend_seq_lens_cpu, which is None"
+        )
+    passes = []
+    for requests, bound in (
+        ([i for i, n in enumerate(lens) if n == 1], 1),
+        ([i for i, n in enumerate(lens) if n > 1], config.context_len),
+    ):
+        if requests:
+            step = _one_pass(batch.subset(requests), config, kind)
+            if kind is LayerKind.LOCAL:
+                bound = min(bound, config.attention_chunk_size or bound)
+            rows = batch.token_rows(requests)
+            passes.append(replace(step, token_index=rows, max_seqlen_q=bound, keys_are_new=False))
+    return tuple(passes)
+
+
+def _one_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> AttentionPass:
+    assert batch.extend_seq_lens is not None
+    pool = pool_of(kind, config)
+    table, row_index, lens = paged_view(batch, config, pool)
+    whole = AttentionPass(
+        page_table=table,
+        row_index=row_index,
+        cache_seqlens=lens,
+        cu_seqlens_q=cu_seqlens(batch.extend_seq_lens),
+        max_seqlen_q=longest_extend(batch),
+        max_seqlen_k=longest_request(batch, config),
+        causal=True,
+        page_size=config.page_size,
+        pool=pool,
+        uses_window=kind is LayerKind.SLIDING,
+        keys_are_new=no_prefix(batch),
+    )
+    if kind is not LayerKind.LOCAL:
+        return whole
+    assert config.attention_chunk_size is not None
+    return local_pass(whole, batch, config.attention_chunk_size)

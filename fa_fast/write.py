@@ -1,0 +1,38 @@
+"""The KV write of a layer: the pool's own method, or on CUDA one kernel that translates, quantises and stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fa_ref.api import BadBatch, MHAKVPool, SWAKVPool
+from fa_ref.api.pools import FP8, head_scale
+
+
+def write_kv(pool: Any, layer: Any, loc: Tensor | None, k: Tensor, v: Tensor) -> None:
+    """k [tokens, kv_heads, dim], v [tokens, kv_heads, v_dim] to slots `loc` of the full pool. Inputs stay as they are.
+
+    A pool class of the server's own is written through its `set_kv_buffer`.
+    """
+    if k.shape[0] == 0:
+        return
+    if loc is None:
+        raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
+    k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+    if not (k.is_cuda and isinstance(pool, MHAKVPool | SWAKVPool)):
+        pool.set_kv_buffer(layer, loc.long(), k, v, k_scale, v_scale)
+        return
+    from fa_fast.triton_ops.store_kv import store_kv
+
+    fp8 = pool.dtype == FP8
+    swa = isinstance(pool, SWAKVPool) and pool.in_swa_pool(layer.layer_id)
+    store_kv(
+        k,
+        v,
+        *pool.get_kv_buffer(layer.layer_id),
+        loc,
+        mapping=pool.full_to_swa_index_mapping if swa else None,  # type: ignore[union-attr]
+        k_scale=head_scale(k_scale, k.device) if fp8 else None,
+        v_scale=head_scale(v_scale, k.device) if fp8 else None,
+    )
