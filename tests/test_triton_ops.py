@@ -1,0 +1,172 @@
+"""Every Triton kernel against its torch definition: in the interpreter on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from fa_fast.kernels.torch_cpu import merge_state as merge_state_torch
+from fa_fast.planning.local import virtual_batch_count, virtual_batches_torch
+from fa_fast.planning.page_table import gather_pages_torch
+from fa_ref.api.pools import FP8, MHAKVPool, SWAKVPool
+from fa_ref.cases import make_case
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from fa_fast.triton_ops.gather_pages import gather_pages  # noqa: E402
+from fa_fast.triton_ops.merge_state import merge_state  # noqa: E402
+from fa_fast.triton_ops.quantize_q import quantize_q, quantize_q_torch  # noqa: E402
+from fa_fast.triton_ops.store_kv import store_kv  # noqa: E402
+from fa_fast.triton_ops.virtual_batches import virtual_batches  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _runnable(device):
+    if device == "cpu" and not triton.knobs.runtime.interpret:
+        pytest.skip("Triton runs CPU tensors only in its interpreter: TRITON_INTERPRET=1")
+
+
+def _generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def _ints(high, shape, seed, low=0):
+    return torch.randint(low, high, shape, generator=_generator(seed), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64])
+@pytest.mark.parametrize(("left", "chunk"), [(-1, 0), (0, 0), (5, 0), (127, 0), (-1, 48), (-1, 192)])
+@pytest.mark.parametrize("mapped", [False, True], ids=["one-pool", "two-pools"])
+def test_gather_pages_equals_its_definition(device, page_size, left, chunk, mapped):
+    requests, positions = 7, 300
+    slots = _ints(4000, (requests + 2, positions + 5), 1)[:, :positions].to(device)  # a strided table
+    rows = torch.randperm(requests + 2, generator=_generator(2))[:requests].to(device)
+    lens = torch.tensor([0, 1, 2, 47, 48, 49, 300], device=device)
+    mapping = _ints(4000, (4000,), 3).to(device) if mapped else None
+    for width in {1, 3, -(-positions // page_size)}:
+        for index_dtype in (torch.int32, torch.int64):
+            args = (slots, rows.to(index_dtype), lens.to(index_dtype), page_size, width, left, chunk, mapping)
+            for ours, definition in zip(gather_pages(*args), gather_pages_torch(*args), strict=True):
+                assert ours.dtype == torch.int32
+                assert torch.equal(ours, definition)
+
+
+@pytest.mark.parametrize(("requests", "page_size", "chunk"), [(1, 1, 4), (3, 2, 4), (9, 4, 12), (17, 1, 5), (7, 16, 64)])
+@pytest.mark.parametrize("indexed", [False, True], ids=["own-rows", "row-index"])
+def test_virtual_batches_equal_their_definition(device, requests, page_size, chunk, indexed):
+    new = _ints(3 * chunk, (requests,), 4)
+    total = new + _ints(3 * chunk, (requests,), 5)
+    cu = torch.nn.functional.pad(torch.cumsum(new, 0, dtype=torch.int32), (1, 0))
+    pages = -(-6 * chunk // page_size)
+    table = _ints(1000, (requests + 2, pages), 6).to(device)
+    rows = torch.randperm(requests + 2, generator=_generator(7))[:requests].to(device, torch.int32) if indexed else None
+    count = virtual_batch_count(new.tolist(), total.tolist(), chunk)
+    for padded in (count, count + 5):
+        args = (cu.to(device), total.to(device), table, rows, padded, chunk, page_size)
+        for ours, definition in zip(virtual_batches(*args), virtual_batches_torch(*args), strict=True):
+            assert ours.dtype == torch.int32
+            assert torch.equal(ours, definition)
+
+
+def test_virtual_batches_of_more_requests_than_one_block(device):
+    requests, chunk = 1500, 4
+    new, total = torch.zeros(requests, dtype=torch.int32), torch.full((requests,), 9, dtype=torch.int32)
+    new[[3, 1024, 1499]] = torch.tensor([5, 2, 9], dtype=torch.int32)
+    cu = torch.nn.functional.pad(torch.cumsum(new, 0, dtype=torch.int32), (1, 0))
+    table = _ints(1000, (requests, 9), 8)
+    count = virtual_batch_count(new.tolist(), total.tolist(), chunk)
+    args = (cu.to(device), total.to(device), table.to(device), None, count, chunk, 1)
+    for ours, definition in zip(virtual_batches(*args), virtual_batches_torch(*args), strict=True):
+        assert torch.equal(ours, definition)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize(("heads", "dim", "v_dim"), [(1, 64, 64), (3, 80, 48), (8, 128, 128), (2, 192, 128)])
+@pytest.mark.parametrize("per_head", [False, True], ids=["one-scale", "scale-per-head"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["one-pool", "two-pools"])
+def test_store_kv_writes_what_the_pool_writes(device, cache_dtype, heads, dim, v_dim, per_head, mapped):
+    tokens, page_size = 9, 4
+    geometry = dict(page_size=page_size, dtype=cache_dtype, head_num=heads, head_dim=dim, v_head_dim=v_dim,
+                    layer_num=1, device=device)  # fmt: skip
+    pool = MHAKVPool(size=64, **geometry)
+    if mapped:
+        full = MHAKVPool(size=64, **geometry)
+        pool = SWAKVPool(full_pool=full, swa_pool=pool, full_layer_ids=[1], swa_layer_ids=[0])
+        pool.full_to_swa_index_mapping.copy_(torch.randperm(68, generator=_generator(1)).to(device, torch.int32))
+    fused = values(device, (tokens, heads * (dim + v_dim)), 2).bfloat16()
+    k, v = fused.split([heads * dim, heads * v_dim], dim=1)  # strided, as a fused projection gives them
+    k, v = k.unflatten(1, (heads, dim)), v.unflatten(1, (heads, v_dim))
+    loc = torch.randperm(64, generator=_generator(3))[:tokens].to(device)
+    k_scale = scales(device, heads if per_head else 1, 4)
+    v_scale = scales(device, heads if per_head else 1, 5)
+    layer = make_case().layer
+    k_cache, v_cache = (torch.zeros_like(buffer) for buffer in pool.get_kv_buffer(0))
+
+    pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
+    store_kv(k, v, k_cache, v_cache, loc, mapping=pool.full_to_swa_index_mapping if mapped else None,
+             k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+
+    for ours, definition in zip((k_cache, v_cache), pool.get_kv_buffer(0), strict=True):
+        assert_same_bits(ours, definition)
+
+
+def assert_same_bits(ours, definition):
+    assert torch.equal(ours.view(torch.uint8), definition.view(torch.uint8))
+
+
+def values(device, shape, seed):
+    """Random numbers on a GPU; in the interpreter, which rounds to e4m3 in a way of its own, small whole ones."""
+    if device == "cuda":
+        return torch.randn(shape, generator=_generator(seed)).to(device) * 300
+    return torch.randint(-7, 8, shape, generator=_generator(seed)).float()
+
+
+def scales(device, count, seed):
+    if device == "cuda":
+        return torch.rand(count, generator=_generator(seed)).to(device) + 0.2
+    return 2.0 ** torch.randint(-2, 3, (count,), generator=_generator(seed)).float()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 64), (6, 3, 80), (32, 8, 128), (24, 2, 64)])
+def test_quantize_q_equals_its_definition(device, heads, kv_heads, dim):
+    cu = torch.tensor([0, 1, 1, 6, 11], dtype=torch.int32, device=device)
+    q = values(device, (13, heads, dim), 6)
+    if device == "cuda":
+        q = q * torch.logspace(-3, 3, 13, device=device)[:, None, None]
+    q[1:6] = 0 if heads == 1 else q[1:6]  # a sequence of zeros has a scale too
+    q = q.bfloat16()
+    ours, descale = quantize_q(q, cu, kv_heads)
+    expected, expected_descale = quantize_q_torch(q, cu, kv_heads)
+    assert_same_bits(ours[:11], expected[:11])
+    assert torch.equal(descale, expected_descale)
+
+
+def test_a_query_of_any_size_keeps_its_precision_in_fp8(device):
+    q = values(device, (4, 2, 64), 7).bfloat16() * 8
+    cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    quantized, descale = quantize_q(q, cu, 2)
+    back = quantized.float() * descale[0].reshape(1, 2, 1)
+    assert ((back - q.float()).abs() <= q.float().abs() / 8 + descale.max() / 512).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "v_dim"), [(1, 1, 64), (5, 3, 80), (37, 8, 128), (3, 2, 512)])
+def test_merge_state_equals_its_definition_in_any_lse_layout(device, dtype, tokens, heads, v_dim):
+    gen = _generator(8)
+    a, b = (torch.randn(tokens, heads, v_dim, generator=gen).to(device, dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(heads, tokens, generator=gen).to(device).T * 5 for _ in range(2))
+    lse_a[0], lse_b[-1] = -torch.inf, -torch.inf
+    a[0], b[-1] = 0, 0
+    out, lse = merge_state(a, lse_a, b, lse_b)
+    expected, expected_lse = merge_state_torch(a.cpu(), lse_a.cpu(), b.cpu(), lse_b.cpu())
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.cpu(), expected, atol=4 * tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.cpu(), expected_lse)
+
+
+def test_merging_with_nothing_returns_the_other_side_bitwise(device):
+    out_a = torch.randn(4, 2, 64, generator=_generator(9)).to(device, torch.bfloat16)
+    lse_a = torch.randn(4, 2, generator=_generator(10)).to(device)
+    nothing = torch.zeros_like(out_a), torch.full_like(lse_a, -torch.inf)
+    for out, lse in (merge_state(out_a, lse_a, *nothing), merge_state(*nothing, out_a, lse_a)):
+        assert torch.equal(out, out_a) and torch.equal(lse, lse_a)
+    out, lse = merge_state(*nothing, *nothing)
+    assert torch.equal(out, nothing[0]) and torch.equal(lse, nothing[1])
