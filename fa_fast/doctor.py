@@ -26,9 +26,7 @@ from typing import Any
 from fa_fast.kernels import distributions
 
 PROVIDERS = {"cpu": "torch_cpu", "cuda": "sgl_cuda", "xpu": "sgl_xpu"}
-XPU_RECIPE = (
-    "in a checkout of sgl-kernel-xpu: source /opt/intel/oneapi/setvars.sh && python -m pip install -v ."
-)
+XPU_RECIPE = "in a checkout of sgl-kernel-xpu: source /opt/intel/oneapi/setvars.sh && python -m pip install -v ."
 CPU_WORKS = 'Until then BackendConfig(device="cpu") runs here, on the provider torch_cpu.'
 FA3_TESTED = (9, 0)  # compute capability of the H200, where the kernels are tested
 
@@ -118,9 +116,7 @@ def _devices(machine: Machine) -> list[Finding]:
     if machine.kind == "cpu":
         found.append(Finding(level="ok", text="device cpu"))
     if any(device.kind == "rocm" for device in machine.devices):
-        found.append(
-            Finding(level="note", text="fa_fast has no kernels for ROCm: it runs on the CPU of this machine")
-        )
+        found.append(Finding(level="note", text="fa_fast has no kernels for ROCm: it runs on the CPU of this machine"))
     if machine.nvidia_driver and machine.kind == "cpu":
         found.append(_unused_gpu(machine, machine.nvidia_driver))
     return found
@@ -161,9 +157,7 @@ def _compute_capability(machine: Machine) -> list[Finding]:
     for compute in sorted({device.compute for device in machine.devices if device.compute}):
         name = f"compute capability {compute[0]}.{compute[1]}"
         if compute[0] == 8:
-            found.append(
-                Finding(level="note", text=f"{name}: FA3 is tested on 9.0; some kernel builds leave out 8.x")
-            )
+            found.append(Finding(level="note", text=f"{name}: FA3 is tested on 9.0; some kernel builds leave out 8.x"))
         elif compute != FA3_TESTED:
             text = f"{name}: the FA3 kernels of sgl_kernel need 9.0 (H100, H200); no install changes that"
             found.append(Finding(level="broken", text=text, fix=CPU_WORKS.removeprefix("Until then ")))
@@ -221,9 +215,7 @@ def _xpu(machine: Machine) -> list[Finding]:
 def _cpu(machine: Machine) -> list[Finding]:
     if not machine.module_found:
         return []
-    return [
-        Finding(level="note", text="sgl_kernel is installed but unused: torch sees no GPU it could run on")
-    ]
+    return [Finding(level="note", text="sgl_kernel is installed but unused: torch sees no GPU it could run on")]
 
 
 def _triton(machine: Machine) -> list[Finding]:
@@ -286,9 +278,7 @@ def gather() -> Machine:
         xpu_placeholder=_version(distributions.XPU_PLACEHOLDER) is not None
         and distributions.XPU_PLACEHOLDER not in owner_names,
         triton=_version("triton"),
-        providers=tuple(
-            name for name in PROVIDERS.values() if importlib.util.find_spec(f"fa_fast.kernels.{name}")
-        ),
+        providers=tuple(name for name in PROVIDERS.values() if importlib.util.find_spec(f"fa_fast.kernels.{name}")),
         **torch_facts,
     )
 
@@ -307,8 +297,7 @@ def _torch_facts() -> dict[str, Any]:
             devices.append(Device(kind=kind, name=torch.cuda.get_device_name(index), compute=compute))
     if torch.xpu.is_available():
         devices += [
-            Device(kind="xpu", name=torch.xpu.get_device_name(index))
-            for index in range(torch.xpu.device_count())
+            Device(kind="xpu", name=torch.xpu.get_device_name(index)) for index in range(torch.xpu.device_count())
         ]
     return {"torch": torch.__version__, "cuda_runtime": torch.version.cuda, "devices": tuple(devices)}
 

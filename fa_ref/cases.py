@@ -107,6 +107,7 @@ def make_case(
     ([5], torch.Size([3, 32]))
     """
     gen = torch.Generator().manual_seed(seed)
+    on_device = torch.Generator(device).manual_seed(seed)  # large tensors are drawn where they live
     new = [1] * len(prefix_lens) if mode.is_decode() else list(new_lens)
     total = [p + n for p, n in zip(prefix_lens, new, strict=True)]
     context = context_len or max([*total, 1])
@@ -157,7 +158,7 @@ def make_case(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    _fill(kv, layer, slots, prefix_lens, poison, gen)
+    _fill(kv, layer, slots, prefix_lens, poison, on_device)
 
     lens, news, prefixes = (
         torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens)
@@ -175,9 +176,8 @@ def make_case(
         extend_prefix_lens_cpu=list(prefix_lens) if host_lengths else None,
     )
     tokens = sum(new)
-    q = torch.randn(tokens, heads * head_dim, generator=gen).to(device, dtype)
-    k = torch.randn(tokens, kv_heads * head_dim, generator=gen).to(device, dtype)
-    v = torch.randn(tokens, kv_heads * (v_head_dim or head_dim), generator=gen).to(device, dtype)
+    widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)
+    q, k, v = (torch.randn(tokens, n, generator=on_device, device=device).to(dtype) for n in widths)
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
     return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits)
 
@@ -234,8 +234,10 @@ def _fill(
                 0x7F if buffer.dtype == FP8 else float("nan")
             )
     for own, prefix in zip(slots, prefix_lens, strict=True):
-        k = torch.randn(prefix, *k_buffer.shape[1:], generator=gen).to(k_buffer.device)
-        v = torch.randn(prefix, *v_buffer.shape[1:], generator=gen).to(v_buffer.device)
+        k, v = (
+            torch.randn(prefix, *buffer.shape[1:], generator=gen, device=buffer.device)
+            for buffer in (k_buffer, v_buffer)
+        )
         kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
 
 

@@ -11,12 +11,8 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 _HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "short", max_examples=30, deadline=None, derandomize=True, suppress_health_check=_HEALTH
-)
-settings.register_profile(
-    "long", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=_HEALTH
-)
+settings.register_profile("short", max_examples=30, deadline=None, derandomize=True, suppress_health_check=_HEALTH)
+settings.register_profile("long", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=_HEALTH)
 settings.load_profile(os.environ.get("FA_FUZZ", "short"))
 
 

@@ -37,22 +37,17 @@ def check_heads(*, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, sinks: Te
     """q (tokens, heads, dim); k and v (..., kv_heads, dim); qv (tokens, heads, v_dim); sinks (heads,)."""
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
-        raise BadBatch(
-            f"q has {heads} heads and k has {kv_heads}; the query heads must be a multiple of the KV heads."
-        )
+        raise BadBatch(f"q has {heads} heads and k has {kv_heads}; the query heads must be a multiple of the KV heads.")
     if k.shape[:-1] != v.shape[:-1]:
         raise BadBatch(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all but the last dim.")
     if q.shape[-1] != k.shape[-1]:
         raise BadBatch(f"q has head dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal.")
     if qv is not None and tuple(qv.shape) != (*q.shape[:-1], v.shape[-1]):
         raise BadBatch(
-            f"qv has shape {tuple(qv.shape)}; it meets the values, so it must be "
-            f"{(*q.shape[:-1], v.shape[-1])}."
+            f"qv has shape {tuple(qv.shape)}; it meets the values, so it must be {(*q.shape[:-1], v.shape[-1])}."
         )
     if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise BadBatch(
-            f"sinks has shape {tuple(sinks.shape)}; it must hold one logit per query head: ({heads},)."
-        )
+        raise BadBatch(f"sinks has shape {tuple(sinks.shape)}; it must hold one logit per query head: ({heads},).")
 
 
 def check_dtypes(*, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
@@ -126,14 +121,11 @@ def check_lengths(lengths: list[int], *, width: int, page_size: int) -> None:
 def check_rows(row_index: list[int], rows: int) -> None:
     if any(not 0 <= row < rows for row in row_index):
         raise BadPageTable(
-            f"cache_batch_idx is {_short(row_index)}, but there are {rows} rows; entries must lie in "
-            f"[0, {rows})."
+            f"cache_batch_idx is {_short(row_index)}, but there are {rows} rows; entries must lie in [0, {rows})."
         )
 
 
-def check_page_ids(
-    *, page_table: Tensor, row_index: list[int], lengths: list[int], page_size: int, pages: int
-) -> None:
+def check_page_ids(*, page_table: Tensor, row_index: list[int], lengths: list[int], page_size: int, pages: int) -> None:
     """Every page id that will be read exists. Off by default: set FA_CHECK=1."""
     if os.environ.get("FA_CHECK") != "1":
         return

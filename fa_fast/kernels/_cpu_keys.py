@@ -88,11 +88,7 @@ class PagedKeys:
     ):
         both = joint_view(v, k) if joint else None
         self.caches = (
-            [_Cache(both)]
-            if both is not None
-            else [_Cache(v), _Cache(k)]
-            if joint
-            else [_Cache(k), _Cache(v)]
+            [_Cache(both)] if both is not None else [_Cache(v), _Cache(k)] if joint else [_Cache(k), _Cache(v)]
         )
         self.joint = joint
         self.page_size, self.pages = k.shape[1], k.shape[0]
@@ -130,9 +126,7 @@ class PagedKeys:
     def pick(self, sequences: list[int], positions: Tensor) -> tuple[Tensor, Tensor]:
         """k and v at logical positions [sequences, keys]: (sequences, keys, kv_heads, dim)."""
         rows = torch.tensor([self.row_index[sequence] for sequence in sequences])[:, None]
-        slots = (
-            self.page_table[rows, positions // self.page_size] * self.page_size + positions % self.page_size
-        )
+        slots = self.page_table[rows, positions // self.page_size] * self.page_size + positions % self.page_size
         return _pair([cache.pick(slots) for cache in self.caches], self.joint)
 
 

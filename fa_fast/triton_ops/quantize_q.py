@@ -68,7 +68,7 @@ def quantize_q_torch(q: Tensor, cu_seqlens_q: Tensor, kv_heads: int) -> tuple[Te
             continue
         grouped = q[start:end].float().unflatten(1, (kv_heads, -1))
         largest = grouped.abs().amax(dim=(0, 2, 3))
-        descale[i] = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+        descale[i] = torch.where(largest > 0, largest / torch.full_like(largest, FP8_MAX), 1.0)
         scaled = grouped / descale[i].reshape(1, kv_heads, 1, 1)
         quantized[start:end] = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1, 2)
     return quantized, descale

@@ -225,4 +225,6 @@ def stored(values: Tensor, dtype: torch.dtype, scale: Tensor | float | None) -> 
 
 def head_scale(scale: Tensor | float | None, device: torch.device) -> Float[Tensor, "heads 1"]:
     """A layer's scale (none, one factor, or one a key head) as fp32 that broadcasts over [..., heads, dim]."""
-    return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device).reshape(-1, 1)
+    if isinstance(scale, Tensor):
+        return scale.to(device, torch.float32).reshape(-1, 1)
+    return torch.full((1, 1), 1.0 if scale is None else scale, device=device)  # filled there: nothing is copied

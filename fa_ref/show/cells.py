@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from fa_ref.show.picture import Pixels
+
 GAP = 2  # pixels between cells
 
 
@@ -35,7 +37,7 @@ def fill(rows: Sequence[str], wanted: str, x: int, y: int, size: int, paint: str
     return f'<path d="{path}" {paint} stroke-width="{size - GAP}" stroke-dasharray="{size - GAP} {GAP}"/>'
 
 
-def boxes(corners: Iterable[tuple[float, float]], width: float, height: float, paint: str) -> str:
+def boxes(corners: Iterable[tuple[Pixels, Pixels]], width: Pixels, height: Pixels, paint: str) -> str:
     """Rectangles of one size as one path."""
     path = "".join(f"M{x:g} {y:g}h{width:g}v{height:g}h-{width:g}z" for x, y in corners)
     return f'<path d="{path}" {paint}/>' if path else ""

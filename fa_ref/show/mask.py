@@ -7,7 +7,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from fa_ref.api import BadBatch
@@ -25,19 +24,19 @@ Bands = Mapping[str, tuple[int, int]] | None
 
 
 def mask_grid(
-    mask: Mask | Bool[Tensor, "queries keys"],
+    mask: Mask | Tensor,
     *,
     q_pos: Positions = None,
     k_pos: Positions = None,
     page_size: int | None = None,
     bands: Bands = None,
     title: str = "",
-    highlight: Bool[Tensor, "queries keys"] | None = None,
+    highlight: Tensor | None = None,
     request: str | int = 0,
 ) -> Picture:
     """A mask as a grid. `#` visible, `.` hidden, `X` and `x` the same for highlighted cells, `|` a page border.
 
-    mask: a Mask, with positions; or its dense form [queries, keys]. k_pos, q_pos: logical positions, or how many:
+    mask: a Mask, with positions; or its dense form, bool [queries, keys]. k_pos, q_pos: logical positions, or how many:
     k_pos=9 is 0 .. 8, q_pos=4 the last four of the keys. bands: name -> (start, end) of key positions to tint.
     request: whose colour, by name or number.
 
@@ -56,8 +55,8 @@ def mask_grid(
 
 
 def mask_diff(
-    right: Mask | Bool[Tensor, "queries keys"],
-    wrong: Mask | Bool[Tensor, "queries keys"],
+    right: Mask | Tensor,
+    wrong: Mask | Tensor,
     *,
     q_pos: Positions = None,
     k_pos: Positions = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+Pixels = int | float
 FONT = 11  # pixels; a monospace character is at most 0.62 of it wide
 _HEADING = 20  # pixels that a title takes
 
@@ -91,7 +92,7 @@ def text_width(content: str, font: int = FONT) -> int:
     return -(-len(content) * font * 62 // 100)
 
 
-def label(x: float, y: float, content: str) -> str:
+def label(x: Pixels, y: Pixels, content: str) -> str:
     return f'<text x="{x:g}" y="{y:g}">{escape(content)}</text>'
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, DraftInput, TreePass, VerifyInput
 from fa_ref.show.cells import boxes
-from fa_ref.show.picture import Picture, group, label, stacked, text_width
+from fa_ref.show.picture import Picture, Pixels, group, label, stacked, text_width
 from fa_ref.show.requests import ints, request_names, tint
 from fa_ref.show.table import FRAME, HIGH, ROW, WIDE, cell_width, row_text, rows_of_pass, table_cells
 
@@ -82,7 +82,7 @@ def _panel(step: AttentionPass | TreePass, names: Sequence[str] | None, batch: A
     )
 
 
-def _row_tops(rows: list[int], count: int) -> list[float]:
+def _row_tops(rows: list[int], count: int) -> list[Pixels]:
     """Where each table row is drawn: level with the middle of its readers, if that keeps the rows in order."""
     if rows != sorted(rows) or set(rows) != set(range(count)):
         return [row * ROW for row in range(count)]
@@ -135,7 +135,7 @@ def _query_boxes(queries: list[str], names: list[str], width: int) -> str:
     return filled + boxes(corners, width, HIGH, FRAME) + texts
 
 
-def _arrows(tops: Sequence[float], x: int, target: int) -> str:
+def _arrows(tops: Sequence[Pixels], x: int, target: int) -> str:
     path, middle = "", (x + target) // 2
     for i, top in enumerate(tops):
         start, end = i * ROW + HIGH // 2, top + HIGH // 2

@@ -14,6 +14,8 @@ SIZE = 20  # pixels of a cell
 _CELLS = 24  # cells in a line of the strip, at most
 _LINE = SIZE + 26  # pixels of a line: slot numbers, cells, page number
 
+Owners = dict[int, tuple[str, int]]
+
 
 def pool_strip(
     requests: Any,
@@ -28,6 +30,7 @@ def pool_strip(
 
     requests: for each request the slots of its positions, as rows or as {name: slots}; or a Case, which knows
     its page size too. slots: how many to draw, the padding page included (default: up to the last page used).
+    A slot in the rows of several requests is striped, "AB0".
     new: slots written by this step (default, with a Case: out_cache_loc), underlined, `*` in the ASCII twin.
 
     >>> pool_strip({"A": [8, 9, 10, 11, 4], "B": [12]}, page_size=4, new=[4, 12])
@@ -60,12 +63,13 @@ def pool_strip(
     )
 
 
-def _owners(rows: dict[str, list[int]]) -> dict[int, tuple[str, int]]:
-    """slot -> (request, logical position). A slot of two requests belongs to the one named first: shared."""
-    owner: dict[int, tuple[str, int]] = {}
+def _owners(rows: dict[str, list[int]]) -> Owners:
+    """slot -> (request, logical position). A slot that A and B share has "AB", and the position of the first."""
+    owner: Owners = {}
     for name, slots in rows.items():
         for position, slot in enumerate(slots):
-            owner.setdefault(slot, (name, position))
+            before, first = owner.get(slot, ("", position))
+            owner[slot] = (before if before.endswith(name) else before + name, first)
     return owner
 
 
@@ -81,7 +85,7 @@ def _corner(slot: int, page_size: int, per_line: int) -> tuple[int, int]:
 
 def _svg(
     rows: dict[str, list[int]],
-    owner: dict[int, tuple[str, int]],
+    owner: Owners,
     written: set[int],
     pages: int,
     page_size: int,
@@ -93,8 +97,9 @@ def _svg(
     free = [s for s in range(page_size, pages * page_size) if s not in owner]
     padding = corners(range(page_size))
     body = boxes(corners(free), SIZE, SIZE, 'fill-opacity=".05"')
-    for name in rows:
-        body += boxes(corners(s for s in sorted(owner) if owner[s][0] == name), SIZE, SIZE, tint(name))
+    for name, slots in rows.items():
+        body += boxes(corners(s for s in slots if owner[s][0] == name), SIZE, SIZE, tint(name))
+    body += _shared(rows, owner, page_size, per_line)
     hatch = "".join(f"M{x} {y + 10}l10-10M{x} {y + 20}l20-20M{x + 10} {y + 20}l10-10" for x, y in padding)
     body += f'<path d="{hatch}" stroke="currentColor" stroke-opacity=".45"/>'
     body += boxes(
@@ -117,6 +122,18 @@ def _svg(
     return body
 
 
+def _shared(rows: dict[str, list[int]], owner: Owners, page_size: int, per_line: int) -> str:
+    """Slots of several requests: a stripe each."""
+    body = ""
+    for slot in owner:
+        names = [name for name, slots in rows.items() if slot in slots]
+        x, y = _corner(slot, page_size, per_line)
+        stripe = SIZE / len(names)
+        if len(names) > 1:
+            body += "".join(boxes([(x, y + i * stripe)], SIZE, stripe, tint(n)) for i, n in enumerate(names))
+    return body
+
+
 def _legend(rows: dict[str, list[int]], written: bool) -> tuple[str, int]:
     """A swatch a request, with its count of tokens; and the width of it all."""
     x, body = 0, ""
@@ -130,7 +147,7 @@ def _legend(rows: dict[str, list[int]], written: bool) -> tuple[str, int]:
     return body, x
 
 
-def _ascii(owner: dict[int, tuple[str, int]], written: set[int], pages: int, page_size: int, per_line: int) -> str:
+def _ascii(owner: Owners, written: set[int], pages: int, page_size: int, per_line: int) -> str:
     cell = max((len(f"{name}{position}") + 1 for name, position in owner.values()), default=3)
     width = (cell + 1) * page_size - 1
     blocks = []
@@ -145,7 +162,7 @@ def _ascii(owner: dict[int, tuple[str, int]], written: set[int], pages: int, pag
     return "\n".join(blocks)
 
 
-def _cell(slot: int, owner: dict[int, tuple[str, int]], written: set[int], page_size: int, width: int) -> str:
+def _cell(slot: int, owner: Owners, written: set[int], page_size: int, width: int) -> str:
     star = "*" if slot in written else ""
     if slot in owner:
         name, position = owner[slot]

@@ -42,7 +42,7 @@ def source(function: Any, *, docstring: bool = False) -> Source:
         ends = torch.cumsum(lens, dim=0, dtype=torch.int32)
         return torch.cat([ends.new_zeros(1), ends])
     """
-    target = function.fget if isinstance(function, property) else function
+    target: Any = function.fget if isinstance(function, property) else function
     target = inspect.unwrap(target)
     code = textwrap.dedent(inspect.getsource(target)).rstrip()
     return Source(f"{target.__module__}.{target.__qualname__}", code if docstring else _trim(code))

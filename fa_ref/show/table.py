@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_ref.api import AttentionPass, BadBatch
 from fa_ref.show.cells import boxes
-from fa_ref.show.picture import Picture, group, label, text_width
+from fa_ref.show.picture import Picture, Pixels, group, label, text_width
 from fa_ref.show.requests import ints, request_names, tint
 
 WIDE, HIGH, ROW = 28, 20, 26  # pixels: a cell, and the distance of rows
@@ -66,7 +66,7 @@ def rows_of_pass(step: AttentionPass) -> tuple[list[list[int]], list[int], list[
     return pages, _counts(keys, step.page_size, pages), keys
 
 
-def table_cells(pages: list[list[int]], counts: list[int], names: list[str], x: int, tops: Sequence[float]) -> str:
+def table_cells(pages: list[list[int]], counts: list[int], names: list[str], x: int, tops: Sequence[Pixels]) -> str:
     """Rows of page ids: those that are read in the colour of their row's name, the rest pale."""
     read, rest, numbers, faint = [], [], "", ""
     body = ""

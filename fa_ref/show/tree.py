@@ -10,7 +10,7 @@ from fa_ref.show.cells import fill
 from fa_ref.show.picture import Picture, group, label, text_width
 from fa_ref.show.requests import PALE, colour, ints, tint
 
-STEP, ROW, CELL = 34, 22, 18  # pixels: a level of depth, a node, a cell of the mask
+STEP, ROW, CELL = 40, 22, 18  # pixels: a level of depth, a node, a cell of the mask
 _RADIUS = 8
 _TOP = 14
 

@@ -1,0 +1,1 @@
+"""Measured ratios, each against a peer in the same run."""

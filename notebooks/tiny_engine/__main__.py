@@ -1,0 +1,3 @@
+from tiny_engine.demo import main
+
+raise SystemExit(main())

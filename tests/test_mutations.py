@@ -1,0 +1,366 @@
+"""Checks of the checks: break one thing at a time and see the comparison of masks, passes and fast fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import fa_fast.backend
+import fa_ref.backend
+import fa_ref.oracle
+import pytest
+import torch
+from fa_ref import AttentionPass, FaError, ForwardMode, LayerKind
+from fa_ref.attention import attend, scores, softcap
+from fa_ref.cases import Case, make_case
+from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window
+from torch import Tensor
+
+from tests.support import FP8, PACKAGES, agrees, meaning, planned_routes, run, with_layer
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+FULL, SLIDING, LOCAL = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL
+MODES = pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name.lower())
+PAGES = pytest.mark.parametrize("page_size", [1, 3, 16])
+WINDOW = 5
+
+
+def problem(mode: ForwardMode = EXTEND, *, kind: LayerKind = FULL, page_size: int = 3, **arguments: Any) -> Case:
+    """Every request has cached tokens beyond any window, chunk and page in use here."""
+    given = dict(
+        prefix_lens=(40, 69, 50), new_lens=(5, 1, 9), page_size=page_size, kind=kind, window=WINDOW,
+        chunk=2 * page_size if page_size > 1 else 8,
+    )  # fmt: skip
+    return make_case(mode, **(given | arguments))
+
+
+def notices(case: Case, route: str) -> bool:
+    """True if the comparison fails: outside the budget, refused, or out of the cache's memory."""
+    try:
+        return not case.judge(run(case, route)).ok
+    except (FaError, IndexError):
+        return True
+
+
+def mutated(case: Case, wrong: Case, route: str) -> bool:
+    """True if running `wrong` passes for `case`."""
+    return case.judge(run(wrong, route)).ok
+
+
+# ---- a broken mask in the oracle ------------------------------------------------------------------------------
+
+top_left = Mask(lambda q, k: k <= q - 40, "causal counted from the first query")  # 40: the shortest prefix
+BROKEN_MASKS = {
+    "full-not-causal": (FULL, lambda case: everything),
+    "full-top-left": (FULL, lambda case: top_left),
+    "full-sees-one-less": (FULL, lambda case: Mask(lambda q, k: k < q, "strictly before")),
+    "window-one-wider": (SLIDING, lambda case: causal & sliding_window(WINDOW + 1)),
+    "window-one-narrower": (SLIDING, lambda case: causal & sliding_window(WINDOW - 1)),
+    "window-not-applied": (SLIDING, lambda case: causal),
+    "chunk-shifted": (LOCAL, lambda case: causal & shifted_chunk(case)),
+    "chunk-halved": (LOCAL, lambda case: causal & local_chunk(case.config.attention_chunk_size // 2)),
+    "chunk-doubled": (LOCAL, lambda case: causal & local_chunk(2 * case.config.attention_chunk_size)),
+    "chunk-not-applied": (LOCAL, lambda case: causal),
+    "chunk-as-a-window": (LOCAL, lambda case: causal & sliding_window(case.config.attention_chunk_size - 1)),
+}
+
+
+def shifted_chunk(case: Case) -> Mask:
+    size = case.config.attention_chunk_size
+    return Mask(lambda q, k: (q + 1) // size == (k + 1) // size, "chunks one position early")
+
+
+@planned_routes
+@PAGES
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # Decode has one query, the last key: it sees everything whether causal or not.
+    [(name, mode) for name in BROKEN_MASKS for mode in (EXTEND, DECODE) if (name, mode) != ("full-not-causal", DECODE)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_broken_mask_is_noticed(name, mode, page_size, route, monkeypatch):
+    kind, broken = BROKEN_MASKS[name]
+    case = problem(mode, kind=kind, page_size=page_size)
+    assert agrees(case)
+    monkeypatch.setattr(fa_ref.oracle, "mask_of", lambda *_: broken(case))
+    assert notices(case, route)
+
+
+# ---- broken arithmetic in the oracle ----------------------------------------------------------------------------
+
+
+def wrong_attention(logits: Callable[..., Tensor]) -> Callable[..., Any]:
+    def attention(q, k, v, mask, *, softmax_scale, logit_cap=0.0, sinks=None):
+        return attend(logits(q, k, softmax_scale, logit_cap), v, mask, sinks)
+
+    return attention
+
+
+def capped_after_the_mask(q, k, v, mask, *, softmax_scale, logit_cap=0.0, sinks=None):
+    masked = (scores(q, k) * softmax_scale).masked_fill(~mask, -torch.inf)
+    return attend(softcap(masked, logit_cap), v, torch.ones_like(mask), sinks)
+
+
+BROKEN_SUMS = {
+    "softcap-after-the-mask": capped_after_the_mask,
+    "softcap-before-the-scale": wrong_attention(lambda q, k, scale, cap: softcap(scores(q, k), cap) * scale),
+    "no-softcap": wrong_attention(lambda q, k, scale, cap: scores(q, k) * scale),
+    "no-scale": wrong_attention(lambda q, k, scale, cap: softcap(scores(q, k), cap)),
+    "heads-interleaved": wrong_attention(
+        lambda q, k, scale, cap: softcap(
+            torch.einsum("qhd,khd->hqk", q, k.repeat(1, q.shape[1] // k.shape[1], 1)) * scale, cap
+        )
+    ),
+}
+
+
+@planned_routes
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # A query that sees all keys has no mask to get in the wrong order.
+    [(n, mode) for n in BROKEN_SUMS for mode in (EXTEND, DECODE) if (n, mode) != ("softcap-after-the-mask", DECODE)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_broken_arithmetic_is_noticed(name, mode, route, monkeypatch):
+    case = problem(mode, softcap=0.8, heads=4, kv_heads=2)
+    assert agrees(case)
+    monkeypatch.setattr(fa_ref.oracle, "attention", BROKEN_SUMS[name])
+    assert notices(case, route)
+
+
+# ---- a broken layer, sink or scale ------------------------------------------------------------------------------
+
+
+@planned_routes
+@MODES
+@PAGES
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_off_by_one_is_noticed(change, page_size, mode, route):
+    case = problem(mode, kind=SLIDING, page_size=page_size)
+    wrong = with_layer(case, sliding_window_size=WINDOW + change).replace_config(sliding_window_size=WINDOW + 1)
+    assert mutated(case, case, route)
+    assert not mutated(case, wrong, route)
+
+
+@planned_routes
+@MODES
+@pytest.mark.parametrize("chunk", [3, 9, 12, 300])
+def test_another_chunk_is_noticed(chunk, mode, route):
+    case = problem(mode, kind=LOCAL)
+    assert mutated(case, case, route)
+    assert not mutated(case, case.replace_config(attention_chunk_size=chunk), route)
+
+
+@planned_routes
+@MODES
+@pytest.mark.parametrize("change", [math.log(2), -math.log(2), -100.0], ids=["twice", "half", "left-out"])
+def test_a_sink_that_counts_other_than_once_is_noticed(change, mode, route):
+    case = problem(mode, sinks=True, heads=4)
+    assert mutated(case, case, route)
+    assert not mutated(case, replace(case, sinks=case.sinks + change), route)
+
+
+@planned_routes
+@MODES
+def test_sinks_of_the_wrong_head_are_noticed(mode, route):
+    case = problem(mode, sinks=True, heads=4)
+    assert not mutated(case, replace(case, sinks=case.sinks.flip(0)), route)
+
+
+@planned_routes
+@MODES
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_missing_descale_is_noticed(name, mode, route):
+    case = problem(mode, dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.25, v_scale=0.25)
+    assert mutated(case, case, route)
+    stored = replace(case, k=None, v=None)
+    assert mutated(case, stored, route)
+    assert not mutated(case, with_layer(stored, **{name: None}), route)
+
+
+# ---- a broken plan ----------------------------------------------------------------------------------------------
+
+
+def with_plan(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], dict[LayerKind, tuple]]) -> None:
+    """Both backends run `change(plan)` in place of their plan's passes."""
+    for package in PACKAGES:
+        right = package.plan_batch
+
+        def broken(batch, config, right=right):
+            plan = right(batch, config)
+            return replace(plan, passes=plan.passes | change(plan))
+
+        monkeypatch.setattr(package.backend, "plan_batch", broken)
+
+
+def each_pass(change: Callable[[AttentionPass], AttentionPass]) -> Callable[[Any], dict[LayerKind, tuple]]:
+    return lambda plan: {kind: tuple(map(change, steps)) for kind, steps in plan.passes.items()}
+
+
+def rolled(values: Tensor) -> Tensor:
+    return values.roll(1, dims=0)
+
+
+BROKEN_PASSES = {
+    "slots-for-pages": lambda step: replace(step, page_table=step.page_table * step.page_size),
+    "pages-of-the-neighbour": lambda step: replace(
+        step,
+        page_table=step.page_table if step.row_index is not None else rolled(step.page_table),
+        row_index=None if step.row_index is None else rolled(step.row_index),
+    ),
+    "one-page-late": lambda step: replace(step, page_table=step.page_table.roll(-1, dims=1)),
+    "pages-swapped": lambda step: replace(step, page_table=step.page_table.flip(1)),
+    "one-key-less": lambda step: replace(step, cache_seqlens=step.cache_seqlens - 1),
+    "lengths-of-the-neighbour": lambda step: replace(step, cache_seqlens=rolled(step.cache_seqlens)),
+    "not-causal": lambda step: replace(step, causal=False),
+    "window-dropped": lambda step: replace(step, uses_window=False),
+    "sinks-dropped": lambda step: replace(step, takes_sinks=False),
+}
+CANNOT_SHOW = {  # (mutation, mode, kind): nothing is broken there
+    *(("not-causal", "DECODE", kind.name) for kind in (FULL, SLIDING, LOCAL)),
+    # A window's kernel argument is (left, 0): no key after the query, causal or not.
+    ("not-causal", "EXTEND", "SLIDING"),
+    *(("window-dropped", mode, kind) for mode in ("EXTEND", "DECODE") for kind in ("FULL", "LOCAL")),
+    *((name, "DECODE", "LOCAL") for name in ("one-page-late", "pages-swapped")),  # may be a single page
+}
+
+
+@planned_routes
+@pytest.mark.parametrize(
+    ("name", "mode", "kind"),
+    [
+        (name, mode, kind)
+        for name in BROKEN_PASSES
+        for mode in (EXTEND, DECODE)
+        for kind in (FULL, SLIDING, LOCAL)
+        if (name, mode.name, kind.name) not in CANNOT_SHOW
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_broken_pass_is_noticed(name, mode, kind, route, monkeypatch):
+    case = problem(mode, kind=kind, sinks=True)
+    assert agrees(case)
+    with_plan(monkeypatch, each_pass(BROKEN_PASSES[name]))
+    assert notices(case, route)
+
+
+@pytest.mark.parametrize("name", sorted(set(BROKEN_PASSES) - {"pages-swapped"}))
+def test_a_broken_pass_is_noticed_by_the_comparison_of_plans(name):
+    case = problem(EXTEND, kind=SLIDING, sinks=True)
+    (step,) = fa_ref.plan_batch(case.batch, case.config).for_kind(SLIDING)
+    assert meaning(BROKEN_PASSES[name](step)) != meaning(step)
+
+
+@planned_routes
+@pytest.mark.parametrize("kind", [SLIDING, LOCAL], ids=lambda kind: kind.value)
+def test_slots_translated_after_dividing_are_noticed(kind, route, monkeypatch):
+    case = problem(EXTEND, kind=kind, hybrid=True, prefix_lens=(10, 7), new_lens=(2, 2), chunk=30)
+    assert agrees(case)
+    mapping = case.config.token_to_kv_pool.full_to_swa_index_mapping
+
+    def divide_first(plan: Any) -> dict[LayerKind, tuple]:
+        (full,), (step,) = plan.for_kind(FULL), plan.for_kind(kind)
+        width = step.page_table.shape[1]
+        return {kind: (replace(step, page_table=mapping[full.page_table.long()][:, :width]),)}
+
+    with_plan(monkeypatch, divide_first)
+    assert notices(case, route)
+
+
+@planned_routes
+@MODES
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_slots_not_translated_at_all_are_noticed(page_size, mode, route, monkeypatch):
+    case = problem(mode, kind=SLIDING, hybrid=True, page_size=page_size, window=1000)
+    assert agrees(case)
+    with_plan(monkeypatch, lambda plan: {SLIDING: (replace(plan.for_kind(FULL)[0], uses_window=True),)})
+    assert notices(case, route)
+
+
+# ---- merges -----------------------------------------------------------------------------------------------------
+
+
+def cut_in_two(step: AttentionPass, sinks: tuple[bool, bool]) -> tuple[AttentionPass, AttentionPass]:
+    """The same attention as two passes: the first three pages of every request, not causal, and the rest."""
+    head = replace(
+        step,
+        page_table=step.page_table[:, :3],
+        cache_seqlens=torch.full_like(step.cache_seqlens, 3 * step.page_size),
+        causal=False,
+        takes_sinks=sinks[0],
+    )
+    tail = replace(
+        step,
+        page_table=step.page_table[:, 3:],
+        cache_seqlens=step.cache_seqlens - 3 * step.page_size,
+        takes_sinks=sinks[1],
+    )
+    return head, tail
+
+
+@planned_routes
+@PAGES
+@MODES
+@pytest.mark.parametrize("sinks", [(True, False), (False, True)], ids=["in-the-first", "in-the-second"])
+def test_two_passes_merge_to_the_same_result(sinks, mode, page_size, route, monkeypatch):
+    case = problem(mode, sinks=True, page_size=page_size, heads=4, kv_heads=2, prefix_lens=(49, 69, 60))
+    with_plan(monkeypatch, lambda plan: {FULL: cut_in_two(plan.for_kind(FULL)[0], sinks)})
+    assert case.judge(run(case, route)).ok
+
+
+@planned_routes
+@MODES
+@pytest.mark.parametrize("sinks", [(True, True), (False, False)], ids=["in-both", "in-none"])
+def test_sinks_in_both_passes_or_none_are_noticed(sinks, mode, route, monkeypatch):
+    case = problem(mode, sinks=True, heads=4, kv_heads=2)
+    with_plan(monkeypatch, lambda plan: {FULL: cut_in_two(plan.for_kind(FULL)[0], sinks)})
+    assert notices(case, route)
+
+
+@planned_routes
+@MODES
+def test_a_pass_left_out_is_noticed(mode, route, monkeypatch):
+    case = problem(mode)
+    with_plan(monkeypatch, lambda plan: {FULL: cut_in_two(plan.for_kind(FULL)[0], (True, False))[1:]})
+    assert notices(case, route)
+
+
+@planned_routes
+@MODES
+def test_a_base_2_lse_is_noticed_in_a_merge(mode, route, monkeypatch):
+    case = problem(mode)
+    with_plan(monkeypatch, lambda plan: {FULL: cut_in_two(plan.for_kind(FULL)[0], (True, False))})
+    assert case.judge(run(case, route)).ok
+
+    def in_base_2(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            out, lse = kernel(**arguments)
+            return out, lse / math.log(2)
+
+        return call
+
+    if route == "passes":
+        where = fa_ref.backend
+    else:
+        where = fa_fast.FlashAttentionBackend(case.config).kernels
+    monkeypatch.setattr(where, "flash_attn_with_kvcache", in_base_2(where.flash_attn_with_kvcache))
+    assert notices(case, route)
+
+
+# ---- the judge itself -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_judge_refuses_nan_infinity_zeros_and_a_small_bias(dtype):
+    case = problem(dtype=dtype)
+    out = run(case, "masks")
+    assert case.judge(out).ok
+    spoiled = out.clone()
+    spoiled[0, 0] = torch.nan
+    assert not case.judge(spoiled).ok
+    spoiled[0, 0] = torch.inf
+    assert not case.judge(spoiled).ok
+    assert not case.judge(torch.zeros_like(out)).ok
+    assert not case.judge(out + 0.05).ok

