@@ -95,6 +95,8 @@ lint: $(VENV)/.stamp-dev
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 unit: $(VENV)/.stamp-dev
+	$(ONE_THREAD) $(PY) -m pytest --doctest-modules fa_ref fa_fast -q \
+		--ignore=fa_fast/triton_ops --ignore=fa_fast/kernels/sgl_cuda.py
 	$(ONE_THREAD) $(PY) -m pytest tests -n $(JOBS) $(SHAPES)
 
 nbval: $(VENV)/.stamp-dev

@@ -31,7 +31,10 @@ def main() -> None:
     for suite in SUITES[args.device]:
         for row in import_module(suite).rows(args.device, only=args.only):
             rows.append(row.as_dict())
-            print(f"{row.ratio:7.2f}x  {row.ours_us:10.1f} us against {row.peer_us:10.1f}  {row.row}  [{row.peer}]", flush=True)
+            print(
+                f"{row.ratio:7.2f}x  {row.ours_us:10.1f} us against {row.peer_us:10.1f}  {row.row}  [{row.peer}]",
+                flush=True,
+            )
     if args.json:
         with open(args.json, "w") as file:
             json.dump(environment(args.device, args.threads, args.commit) | {"rows": rows}, file, indent=1)

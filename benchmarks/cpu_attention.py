@@ -33,11 +33,21 @@ def _problems() -> Iterator[tuple[str, dict, str, Callable[[dict], Tensor]]]:
         name = f"decode 8 x 4096, page {page}"
         yield name, call, "gather + SDPA", _gather_sdpa
         yield name, call, "gather + packed SDPA", _gather_packed
-    yield "decode 64 x 128, page 16", _call(batch=64, queries=1, keys=128, page=16), "gather + packed SDPA", _gather_packed
+    yield (
+        "decode 64 x 128, page 16",
+        _call(batch=64, queries=1, keys=128, page=16),
+        "gather + packed SDPA",
+        _gather_packed,
+    )
     call = _call(batch=8, queries=1, keys=4096, page=16) | {"window_size": (127, 0)}
     yield "decode 8 x 4096, window 128, page 16", call, "gather + packed SDPA", _gather_packed
     for page in (1, 16):
-        yield f"prefill 2048, page {page}", _call(batch=1, queries=2048, keys=2048, page=page), "gather + SDPA", _gather_sdpa
+        yield (
+            f"prefill 2048, page {page}",
+            _call(batch=1, queries=2048, keys=2048, page=page),
+            "gather + SDPA",
+            _gather_sdpa,
+        )
     call = _call(batch=1, queries=1024, keys=3072, page=16)
     yield "extend 1024 after 2048, page 16", call, "gather + SDPA", _gather_sdpa
 

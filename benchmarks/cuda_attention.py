@@ -78,7 +78,14 @@ def kv_bytes(case: Case, keys: int) -> int:
 def decode_rows() -> list[Row]:
     ceiling = read_ceiling_bytes_per_us()
     rows = []
-    for requests, context, page in ((64, 8192, 64), (64, 8192, 1), (8, 4096, 64), (1, 4096, 1), (1, 4096, 64), (1, 16384, 1)):
+    for requests, context, page in (
+        (64, 8192, 64),
+        (64, 8192, 1),
+        (8, 4096, 64),
+        (1, 4096, 1),
+        (1, 4096, 64),
+        (1, 16384, 1),
+    ):
         case = problem(ForwardMode.DECODE, prefix_lens=[context - 1] * requests, page_size=page)
         layers = 1 if requests >= 64 else 16
         mine, theirs = gpu_rounds(ours(case, layers), raw(case, layers), repeats=layers)
@@ -101,7 +108,9 @@ def window_rows() -> list[Row]:
             heads=64, kv_heads=8, head_dim=64,
         )  # fmt: skip
         mine, theirs = gpu_rounds(ours(case, 8), raw(case, 8, window_size=(127, 0)), repeats=8)
-        rows.append(row(f"sliding decode, window 128, 64 x {context}, 64/8/64", RAW + " with window_size", mine, theirs))
+        rows.append(
+            row(f"sliding decode, window 128, 64 x {context}, 64/8/64", RAW + " with window_size", mine, theirs)
+        )
     context = [45000 + 13 * i for i in range(32)]
     case = problem(ForwardMode.DECODE, prefix_lens=context, page_size=64, kind=LayerKind.LOCAL, chunk=8192)
     floor = kv_bytes(case, sum(n % 8192 + 1 for n in context)) / read_ceiling_bytes_per_us()
@@ -162,7 +171,9 @@ def host_rows() -> list[Row]:
             backend.init_forward_metadata(case.batch)
 
         mine, theirs = host_rounds(plan, lambda case=case: raw_arguments(replace(case)))
-        rows.append(row(f"host: plan of a decode, {requests} requests, page {page}", "the same set up plainly", mine, theirs))
+        rows.append(
+            row(f"host: plan of a decode, {requests} requests, page {page}", "the same set up plainly", mine, theirs)
+        )
         mine, theirs = host_rounds(ours(case), raw(case))
         rows.append(row(f"host: one layer call, page {page}", RAW, mine, theirs, note="checks, dispatch and the call"))
     return rows

@@ -1,4 +1,4 @@
-"""Timing: GPU work by graph replay, host work on an idle stream, CPU work by the clock. Medians of interleaved rounds."""
+"""GPU work by graph replay, host work on an idle stream, CPU work by the clock; medians of interleaved rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Row:
         return asdict(self)
 
 
-def row(name: str, peer: str, ours: list[float], other: list[float], floor_us: float | None = None, note: str = "") -> Row:
+def row(
+    name: str, peer: str, ours: list[float], other: list[float], floor_us: float | None = None, note: str = ""
+) -> Row:
     """A Row from rounds of both sides, in microseconds."""
     mine, theirs = statistics.median(ours), statistics.median(other)
     return Row(

@@ -8,7 +8,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "_ext")]
 
 project = "flash-attention-backend"
 copyright = "the flash-attention-backend authors"
-extensions = ["myst_nb", "generated_pages", "offline_math"]
+extensions = ["myst_nb", "generated_pages", "site_roles", "offline_math"]
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 
 # Notebooks show the outputs they were committed with; `make notebooks` refreshes those.

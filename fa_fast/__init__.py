@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fa_ref.api import *
     from fa_fast.backend import FlashAttentionBackend
     from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
     from fa_fast.planning import plan_batch
     from fa_fast.planning.local import make_local_attention_virtual_batches
+    from fa_ref.api import *
 
 _HOME = {
     "FlashAttentionBackend": "fa_fast.backend",

@@ -109,7 +109,7 @@ class FlashAttentionBackend:
     ) -> Tensor:
         """Write k and v to the cache, then attend. k and v None: attend to the cache as it is."""
         plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
-        check_layer_inputs(q, k, v, layer, plan.num_tokens)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         kind = layer_kind(layer, self.config.attention_chunk_size)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)
@@ -117,9 +117,7 @@ class FlashAttentionBackend:
             self._write_kv(k, v, layer, batch)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if self.provider == "masks":
-            oracle = masked_attention(
-                queries, batch, layer, self.config, sinks=sinks, compute_dtype=self.oracle_dtype
-            )
+            oracle = masked_attention(queries, batch, layer, self.config, sinks=sinks, compute_dtype=self.oracle_dtype)
             return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
         state = empty_state(queries, layer.v_head_dim)
         for step in passes:
@@ -145,17 +143,13 @@ class FlashAttentionBackend:
         return 1
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        raise UnsupportedByProvider(
-            "graph capture is not implemented yet; run init_forward_metadata every step"
-        )
+        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
 
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         if batch.out_cache_loc is None:
             if k.numel() == 0:
                 return
-            raise BadBatch(
-                "out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False"
-            )
+            raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
         values = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)

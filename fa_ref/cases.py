@@ -160,9 +160,7 @@ def make_case(
     )
     _fill(kv, layer, slots, prefix_lens, poison, on_device)
 
-    lens, news, prefixes = (
-        torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens)
-    )
+    lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens))
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=len(total),

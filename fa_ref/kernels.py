@@ -254,9 +254,7 @@ def _pack(q: Tensor, cu_seqlens_q: Tensor | None):
             raise BadBatch(f"q has shape {tuple(q.shape)}; with cu_seqlens_q it must be [tokens, heads, dim]")
         return q, cu_seqlens_q, lambda rows: rows
     if q.dim() != 4:
-        raise BadBatch(
-            f"q has shape {tuple(q.shape)}; without cu_seqlens_q it must be [batch, seqlen, heads, dim]"
-        )
+        raise BadBatch(f"q has shape {tuple(q.shape)}; without cu_seqlens_q it must be [batch, seqlen, heads, dim]")
     batch, seqlen = q.shape[:2]
     cu = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
     packed = rearrange(q, "b s h d -> (b s) h d")
@@ -266,9 +264,7 @@ def _pack(q: Tensor, cu_seqlens_q: Tensor | None):
 def _seqlens(lens: Tensor | int | None, sequences: int, cache: Tensor, page_table: Tensor | None) -> Tensor:
     room = cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if lens is None or isinstance(lens, int):
-        lens = torch.full(
-            (sequences,), room if lens is None else lens, dtype=torch.int32, device=cache.device
-        )
+        lens = torch.full((sequences,), room if lens is None else lens, dtype=torch.int32, device=cache.device)
     _check_int32(cache_seqlens=lens)
     if page_table is not None:
         _check_int32(page_table=page_table)
@@ -285,6 +281,12 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: q and k must share their last dim, k "
             "and v their heads, and the query heads must be a multiple of the key heads"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise BadBatch(
+                f"{name} of shape {tuple(x.shape)} has stride {x.stride(-1)} in its last dim, which must be "
+                "contiguous; call .contiguous()"
+            )
 
 
 def _check_int32(**tensors: Tensor) -> None:

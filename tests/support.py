@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import fa_fast
-import fa_ref
 import pytest
 import torch
+from torch import Tensor
+
+import fa_fast
+import fa_ref
 from fa_ref import AttentionPass, ForwardMode, LayerKind
 from fa_ref.cases import Case, make_case
 from fa_ref.numerics import Verdict
-from torch import Tensor
 
 PACKAGES = (fa_ref, fa_fast)
 ROUTES = {"masks": (fa_ref, "masks"), "passes": (fa_ref, "passes"), "fast": (fa_fast, None)}

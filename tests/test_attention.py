@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from fa_ref.attention import AttentionState, attend, attention, merge, scores, softcap
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fa_ref.attention import AttentionState, attend, attention, merge, scores, softcap
 from tests.support import by_hand
 
 HEADS = 4

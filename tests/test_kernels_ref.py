@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fa_ref import BadBatch, BadPageTable, UnsupportedByProvider
-from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
 from torch import Tensor
 
+from fa_ref import BadBatch, BadPageTable, UnsupportedByProvider
+from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
 from tests.support import FP8, by_hand
 
 QUERIES, KEYS = (2, 0, 4, 1), (5, 3, 4, 0)  # of each sequence; the last has a query and no key
@@ -322,7 +322,7 @@ def test_arguments_that_append_or_rotate_are_refused_by_name(problem, name):
 
 
 def test_the_ragged_call_refuses_a_page_table(problem):
-    with pytest.raises(UnsupportedByProvider, match="page_table given.*flash_attn_with_kvcache"):
+    with pytest.raises(UnsupportedByProvider, match=r"page_table given.*flash_attn_with_kvcache"):
         ragged(problem, page_table=problem.page_table)
 
 

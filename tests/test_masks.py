@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fa_ref.masks import Mask, causal, cross, everything, local_chunk, prefix, sliding_window, tree
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fa_ref.masks import Mask, causal, cross, everything, local_chunk, prefix, sliding_window, tree
 
 
 def picture(mask: Mask, queries: range, keys: range) -> list[str]:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 import fa_fast.backend
 import fa_ref.backend
 import fa_ref.oracle
-import pytest
-import torch
 from fa_ref import AttentionPass, FaError, ForwardMode, LayerKind
 from fa_ref.attention import attend, scores, softcap
 from fa_ref.cases import Case, make_case
 from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window
-from torch import Tensor
-
 from tests.support import FP8, PACKAGES, agrees, meaning, planned_routes, run, with_layer
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE

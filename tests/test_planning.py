@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fa_ref import BackendConfig, BadConfig, ForwardBatch, ForwardMode, LayerKind, MHAKVPool, ReqToTokenPool, SWAKVPool
-from fa_ref.planning.local import make_local_attention_virtual_batches_slow as slow
-from fa_ref.planning.page_table import pages_of, shifted
-from fa_ref.planning.ragged import cu_seqlens, spans
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fa_ref import BackendConfig, BadConfig, ForwardBatch, ForwardMode, LayerKind, MHAKVPool, ReqToTokenPool, SWAKVPool
+from fa_ref.planning.local import make_local_attention_virtual_batches_slow as slow
+from fa_ref.planning.page_table import pages_of, shifted
+from fa_ref.planning.ragged import cu_seqlens, spans
 from tests.support import (
     PACKAGES,
     PAGE_SIZES,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fa_ref import ForwardMode, LayerKind
 from fa_ref.cases import Case, make_case
-
 from tests.support import (
     FP8,
     ROUTES,
@@ -61,7 +61,7 @@ def test_masks_passes_and_fast_agree(mode, shape, page_size, kind, host_lengths,
                 chunk=2 * page_size,
                 hybrid=hybrid,
                 host_lengths=host_lengths,
-            )  # fmt: skip
+            )
         )
 
 
@@ -119,6 +119,100 @@ def test_an_idle_batch_gives_an_empty_output(route):
 def test_an_empty_batch_gives_an_empty_output(mode, route):
     case = make_case(mode, prefix_lens=[], new_lens=[])
     assert run(case, route).shape == (0, 2 * 16)
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
+def test_256_requests_agree_on_a_gpu(mode, page_size, kind):
+    prefix = [(37 * i) % 700 for i in range(256)]
+    new = [1 if i % 3 else 1 + i % 50 for i in range(256)]
+    case = case_on(
+        "cuda",
+        mode,
+        prefix_lens=prefix,
+        new_lens=new,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        page_size=page_size,
+        kind=kind,
+        window=127,
+        chunk=256,
+    )  # fmt: skip
+    assert_agrees(case)
+
+
+@pytest.mark.gpu
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 64, 128])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
+def test_a_context_of_128k_agrees_on_a_gpu(mode, page_size, kind):
+    length = 128 * 1024
+    case = case_on(
+        "cuda",
+        mode,
+        prefix_lens=(length - 40, 5),
+        new_lens=(40, 7),
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        page_size=page_size,
+        kind=kind,
+        window=4095,
+        chunk=8192,
+    )  # fmt: skip
+    assert_agrees(case)
+
+
+# ---- what a server leaves in its tables ---------------------------------------------------------------------------
+
+
+@HOST
+@KINDS
+@every_page_size
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "two-pools"])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
+def test_stale_entries_behind_a_request_are_not_read(mode, hybrid, page_size, kind, host_lengths, device):
+    p = page_size
+    case = case_on(
+        device, mode, prefix_lens=(p - 1, p, 2 * p + 1), new_lens=(1, p, 3), page_size=p, kind=kind, window=5,
+        chunk=2 * p, hybrid=hybrid, context_len=6 * p, host_lengths=host_lengths,
+    )  # fmt: skip
+    rows, pool = case.config.req_to_token_pool.req_to_token, case.config.token_to_kv_pool
+    keys, _ = pool.get_kv_buffer(0)
+    slots = torch.arange(pool.size + p, device=keys.device)
+    poisoned = keys[pool.write_slots(case.layer, slots)].isnan().flatten(1).all(dim=1)
+    nan_page = int(torch.nonzero(poisoned)[0]) // p
+    for row, total in zip(case.batch.req_pool_indices.tolist(), case.batch.seq_lens.tolist(), strict=True):
+        end = -(-total // p) * p  # the request's last page is its own
+        rows[row, end:] = (nan_page * p + torch.arange(rows.shape[1] - end, device=rows.device) % p).int()
+    assert_agrees(case)
+
+
+@HOST
+@pytest.mark.parametrize("kind", [SLIDING, LOCAL], ids=lambda kind: kind.name.lower())
+@every_page_size
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
+def test_tokens_that_left_the_window_may_be_freed(mode, page_size, kind, host_lengths, device):
+    p, window, chunk = page_size, 5, 2 * page_size
+    prefix = (4 * p + 7, 3, 6 * p + 8)
+    case = case_on(
+        device, mode, prefix_lens=prefix, new_lens=(2, 4, 1), page_size=p, kind=kind, window=window, chunk=chunk,
+        hybrid=True, host_lengths=host_lengths,
+    )  # fmt: skip
+    rows, pool = case.config.req_to_token_pool.req_to_token, case.config.token_to_kv_pool
+    freed = 0
+    for row, first_query in zip(case.batch.req_pool_indices.tolist(), prefix, strict=True):
+        oldest = max(0, first_query - window) if kind is SLIDING else first_query // chunk * chunk
+        gone = rows[row, : oldest // p * p].long()
+        for buffer in pool.get_kv_buffer(0):
+            buffer[pool.full_to_swa_index_mapping[gone].long()] = torch.nan
+        pool.full_to_swa_index_mapping[gone] = 0
+        freed += len(gone)
+    assert freed
+    assert_agrees(case)
 
 
 # ---- between modes ------------------------------------------------------------------------------------------------

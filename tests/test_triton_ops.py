@@ -49,7 +49,9 @@ def test_gather_pages_equals_its_definition(device, page_size, left, chunk, mapp
                 assert torch.equal(ours, definition)
 
 
-@pytest.mark.parametrize(("requests", "page_size", "chunk"), [(1, 1, 4), (3, 2, 4), (9, 4, 12), (17, 1, 5), (7, 16, 64)])
+@pytest.mark.parametrize(
+    ("requests", "page_size", "chunk"), [(1, 1, 4), (3, 2, 4), (9, 4, 12), (17, 1, 5), (7, 16, 64)]
+)
 @pytest.mark.parametrize("indexed", [False, True], ids=["own-rows", "row-index"])
 def test_virtual_batches_equal_their_definition(device, requests, page_size, chunk, indexed):
     new = _ints(3 * chunk, (requests,), 4)

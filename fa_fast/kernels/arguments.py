@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fa_fast.kernels.capability import Capability
+from fa_fast.kernels.checks import check_dtypes, check_heads, check_int32, check_operands, check_rank
 from fa_ref.api.errors import BadBatch, BadPageTable, UnsupportedByProvider
 
 
@@ -37,19 +38,23 @@ def check_kvcache_call(
     return_softmax_lse: bool,
 ) -> Tensor:
     """Raise unless the call is well formed and the provider runs it; returns cache_seqlens as int32 [sequences]."""
-    check_rank("q", q, "[tokens, heads, dim]" if cu_seqlens_q is not None else "[batch, seqlen, heads, dim]")
-    layout = "[pages, page_size, kv_heads, dim]" if page_table is not None else "[rows, seqlen, kv_heads, dim]"
+    check_rank("q", q, "tokens heads dim" if cu_seqlens_q is not None else "batch seqlen heads dim")
+    layout = "pages page_size kv_heads dim" if page_table is not None else "rows seqlen kv_heads dim"
     check_rank("k_cache", k_cache, layout)
     check_rank("v_cache", v_cache, layout)
-    check_operands(q, k_cache, v_cache, qv, sinks)
+    operands = dict(q=q, k_cache=k_cache, v_cache=v_cache, qv=qv, sinks=sinks, page_table=page_table)
+    lengths = dict(cu_seqlens_q=cu_seqlens_q, cache_batch_idx=cache_batch_idx, cache_seqlens=cache_seqlens)
+    check_operands(q.device, operands | lengths)
+    check_heads(q=q, k=k_cache, v=v_cache, qv=qv, sinks=sinks)
+    check_dtypes(q=q, k=k_cache, v=v_cache, qv=qv)
     _require(capability, q, k_cache, v_cache, qv, softcap, sinks, window_size, attention_chunk, return_softmax_lse,
              page_size=None if page_table is None else k_cache.shape[1])  # fmt: skip
     if page_table is not None:
-        check_int32("page_table", page_table, 2, q.device)
+        check_int32("page_table", page_table, 2)
     if cu_seqlens_q is not None:
-        check_int32("cu_seqlens_q", cu_seqlens_q, 1, q.device)
+        check_int32("cu_seqlens_q", cu_seqlens_q, 1)
     if cache_batch_idx is not None:
-        check_int32("cache_batch_idx", cache_batch_idx, 1, q.device)
+        check_int32("cache_batch_idx", cache_batch_idx, 1)
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     room = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if cache_seqlens is None or isinstance(cache_seqlens, int):
@@ -60,7 +65,7 @@ def check_kvcache_call(
         )
     else:
         lens = cache_seqlens
-        check_int32("cache_seqlens", lens, 1, q.device)
+        check_int32("cache_seqlens", lens, 1)
     for name, tensor in (("cache_seqlens", lens), ("cache_batch_idx", cache_batch_idx)):
         if tensor is not None and tensor.shape[0] != sequences:
             raise BadBatch(f"{name} has {tensor.shape[0]} entries for {sequences} sequences; pass one a sequence")
@@ -83,13 +88,17 @@ def check_varlen_call(
     return_softmax_lse: bool,
 ) -> None:
     """Raise unless the call is well formed and the provider runs it."""
-    check_rank("q", q, "[tokens, heads, dim]")
-    check_rank("k", k, "[keys, kv_heads, dim]")
-    check_rank("v", v, "[keys, kv_heads, v_dim]")
-    check_operands(q, k, v, qv, sinks)
+    check_rank("q", q, "tokens heads dim")
+    check_rank("k", k, "keys kv_heads dim")
+    check_rank("v", v, "keys kv_heads v_dim")
+    check_operands(
+        q.device, dict(q=q, k=k, v=v, qv=qv, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    )
+    check_heads(q=q, k=k, v=v, qv=qv, sinks=sinks)
+    check_dtypes(q=q, k=k, v=v, qv=qv)
     _require(capability, q, k, v, qv, softcap, sinks, window_size, attention_chunk, return_softmax_lse)
-    check_int32("cu_seqlens_q", cu_seqlens_q, 1, q.device)
-    check_int32("cu_seqlens_k", cu_seqlens_k, 1, q.device)
+    check_int32("cu_seqlens_q", cu_seqlens_q, 1)
+    check_int32("cu_seqlens_k", cu_seqlens_k, 1)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise BadBatch(
             f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_k {cu_seqlens_k.shape[0]}; both have one "
@@ -137,45 +146,3 @@ def _require(
         window=tuple(window_size) != (-1, -1),
         attention_chunk=attention_chunk > 0,
     )
-
-
-def check_rank(name: str, x: Tensor, layout: str) -> None:
-    if x.dim() != layout.count(",") + 1:
-        raise BadBatch(f"{name} has shape {tuple(x.shape)}; it must be {layout}")
-
-
-def check_operands(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, sinks: Tensor | None) -> None:
-    """One device, contiguous last dims, heads in groups, matching dims and dtypes."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv), ("sinks", sinks)):
-        if x is None:
-            continue
-        if x.device != q.device:
-            raise BadBatch(f"{name} is on {x.device}, q on {q.device}; move them to one device")
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise BadBatch(
-                f"{name} of shape {tuple(x.shape)} has stride {x.stride(-1)} in its last dim, which must be "
-                "contiguous; call .contiguous()"
-            )
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    if q.shape[-1] != k.shape[-1] or kv_heads == 0 or heads % kv_heads or k.shape[:-1] != v.shape[:-1]:
-        raise BadBatch(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: q and k must share their last dim, k and v "
-            "all but the last, and the query heads must be a multiple of the key heads"
-        )
-    if k.dtype != v.dtype or k.dtype not in (q.dtype, torch.float8_e4m3fn):
-        raise BadBatch(
-            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; k and v must have one dtype, q's own or float8_e4m3fn"
-        )
-    if qv is not None and (qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1] or qv.dtype != q.dtype):
-        raise BadBatch(f"qv is {qv.dtype} {tuple(qv.shape)}; it must be {q.dtype} {(*q.shape[:-1], v.shape[-1])}")
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise BadBatch(f"sinks has shape {tuple(sinks.shape)}; it must hold one logit a query head: ({heads},)")
-
-
-def check_int32(name: str, x: Tensor, rank: int, device: torch.device) -> None:
-    if x.dtype != torch.int32 or x.dim() != rank:
-        raise BadBatch(
-            f"{name} is {x.dtype} of rank {x.dim()}; kernels read int32 of rank {rank}: use .to(torch.int32)"
-        )
-    if x.device != device:
-        raise BadBatch(f"{name} is on {x.device}, q on {device}; move it there")

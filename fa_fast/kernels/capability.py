@@ -58,14 +58,10 @@ class Capability:
         if kv_dtype not in self.kv_dtypes:
             raise self.refuse(f"a {kv_dtype} cache", _names(self.kv_dtypes))
         if self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
-            raise self.refuse(
-                f"head dims (qk {head_dim}, v {v_head_dim})", f"{sorted(self.head_dims)} as (qk, v)"
-            )
+            raise self.refuse(f"head dims (qk {head_dim}, v {v_head_dim})", f"{sorted(self.head_dims)} as (qk, v)")
         if page_size is not None and self.page_sizes is not None and page_size not in self.page_sizes:
             raise self.refuse(f"page size {page_size}", f"page sizes {sorted(self.page_sizes)}")
-        asked = dict(
-            softcap=softcap, sinks=sinks, lse=lse, qv=qv, window=window, attention_chunk=attention_chunk
-        )
+        asked = dict(softcap=softcap, sinks=sinks, lse=lse, qv=qv, window=window, attention_chunk=attention_chunk)
         for feature, wanted in asked.items():
             if wanted and not getattr(self, feature):
                 raise self.refuse(feature, "calls without it")

@@ -6,9 +6,8 @@ import functools
 from importlib import import_module, metadata
 from typing import Any
 
+from fa_fast.kernels.distributions import NAMES
 from fa_ref.api.errors import ProviderNotInstalled
-
-OWNERS = ("sgl-kernel", "sglang-kernel")  # distributions that install the module sgl_kernel
 
 
 @functools.cache
@@ -25,7 +24,7 @@ def fa3_functions() -> Any:
         )
     try:
         return import_module("sgl_kernel.flash_attn")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # missing, unloadable, or for another torch
         raise ProviderNotInstalled(
             f"a CUDA device needs sgl-kernel's FlashAttention-3, and importing it failed: {error}. Run "
             "`python -m fa_fast.doctor` for the install line of this machine, or use a CPU device"
@@ -34,7 +33,7 @@ def fa3_functions() -> Any:
 
 def installed_owners() -> list[str]:
     """Which of the distributions that own `sgl_kernel` are installed."""
-    return [name for name in OWNERS if _installed(name)]
+    return [name for name in NAMES if _installed(name)]
 
 
 def _installed(name: str) -> bool:

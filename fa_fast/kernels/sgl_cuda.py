@@ -101,9 +101,7 @@ def flash_attn_varlen_func(
     """FA3 over contiguous ragged keys."""
     optional = {"sinks": _sinks(sinks), "out": out}
     optional = {name: value for name, value in optional.items() if value is not None}
-    result = _fa3().flash_attn_varlen_func(
-        q=q, return_softmax_lse=return_softmax_lse, **optional, **arguments
-    )
+    result = _fa3().flash_attn_varlen_func(q=q, return_softmax_lse=return_softmax_lse, **optional, **arguments)
     return _result(result, q.dtype, return_softmax_lse, out)
 
 
@@ -160,9 +158,7 @@ def _sinks(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.to(torch.bfloat16)
 
 
-def _result(
-    result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
+def _result(result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     answer, lse = (result[0], result[1]) if return_lse else (result, None)
     answer = answer if answer.dtype == dtype else answer.to(dtype)  # fp8 queries come back as bf16
     if out is not None and answer.data_ptr() != out.data_ptr():

@@ -13,13 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_fast.kernels import _cpu_checks as checks
+from fa_fast.kernels import checks
 from fa_fast.kernels._cpu_attend import Rows, run
 from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
 from fa_fast.kernels._cpu_visible import Visible
 from fa_fast.kernels.capability import Capability
 from fa_ref.api.errors import BadBatch
 
+_CPU = torch.device("cpu")
 _FP8 = torch.float8_e4m3fn
 _WIDE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -40,6 +41,11 @@ CAPABILITY = Capability(
     scheduler_metadata=False,
     remedy="Convert the tensors, or move them to a device whose provider can.",
 )
+
+
+def load() -> None:
+    """Nothing to load: PyTorch is there."""
+
 
 get_scheduler_metadata = None  # there is no tile scheduler here: work is planned inside each call
 
@@ -85,6 +91,7 @@ def flash_attn_with_kvcache(
     if scheduler_metadata is not None:
         raise CAPABILITY.refuse("a call with scheduler_metadata", "calls without it (pass None)")
     checks.check_operands(
+        _CPU,
         {
             "q": q,
             "k_cache": k_cache,
@@ -99,7 +106,7 @@ def flash_attn_with_kvcache(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
-        }
+        },
     )
     checks.check_rank("k_cache", k_cache, "pages page_size kv_heads head_dim")
     checks.check_rank("v_cache", v_cache, "pages page_size kv_heads v_head_dim")
@@ -168,6 +175,7 @@ def flash_attn_varlen_func(
     Twin: fa_ref.kernels.flash_attn_varlen_func.
     """
     checks.check_operands(
+        _CPU,
         {
             "q": q,
             "k": k,
@@ -180,7 +188,7 @@ def flash_attn_varlen_func(
             "q_descale": q_descale,
             "k_descale": k_descale,
             "v_descale": v_descale,
-        }
+        },
     )
     checks.check_rank("q", q, "tokens heads head_dim")
     checks.check_rank("k", k, "keys kv_heads head_dim")

@@ -23,7 +23,7 @@ def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
     if mode.is_idle():
-        passes = {kind: () for kind in kinds}
+        passes = dict.fromkeys(kinds, ())
     else:
         planner = plan_decode if mode.is_decode() else plan_extend
         passes = {kind: planner(batch, config, kind) for kind in kinds}

@@ -36,9 +36,7 @@ def make_local_attention_virtual_batches(
             "the page size, so that every chunk starts on a page"
         )
     device = block_table.device
-    cu, lens = (
-        torch.from_numpy(np.asarray(x, dtype=np.int32)).to(device) for x in (query_start_loc_np, seq_lens_np)
-    )
+    cu, lens = (torch.from_numpy(np.asarray(x, dtype=np.int32)).to(device) for x in (query_start_loc_np, seq_lens_np))
     count = virtual_batch_count(np.diff(query_start_loc_np).tolist(), np.asarray(seq_lens_np).tolist(), attn_chunk_size)
     cu_local, k_local, table = virtual_batches(
         cu, lens, block_table, None, count=count, chunk=attn_chunk_size, page_size=page_size

@@ -78,11 +78,7 @@ class ForwardBatch:
         def pick(values):
             if values is None:
                 return None
-            return (
-                values[index.to(values.device)]
-                if isinstance(values, Tensor)
-                else [values[i] for i in requests]
-            )
+            return values[index.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in requests]
 
         names = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
         names += ("extend_prefix_lens", "extend_prefix_lens_cpu", "encoder_lens")

@@ -74,9 +74,10 @@ def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     loc = batch.out_cache_loc
     if loc is not None and (loc.dtype not in _INTEGERS or loc.dim() != 1):
         raise BadBatch(
-            f"out_cache_loc is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a "
-            "new token"
+            f"out_cache_loc is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a new token"
         )
+    if loc is not None and loc.device.type != device.type:
+        raise BadBatch(f"out_cache_loc is on {loc.device}, the backend on {device}; move the batch there")
 
 
 def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -102,9 +103,7 @@ def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
         _check_extend(batch, lens)
     tokens, loc = new_tokens(batch), batch.out_cache_loc
     if loc is not None and batch.spec_info is None and loc.shape[0] != tokens:
-        raise BadBatch(
-            f"out_cache_loc has {loc.shape[0]} slots for {tokens} new tokens; it must hold one slot a token"
-        )
+        raise BadBatch(f"out_cache_loc has {loc.shape[0]} slots for {tokens} new tokens; it must hold one slot a token")
 
 
 def _check_extend(batch: ForwardBatch, lens: list[int] | None) -> None:
@@ -117,9 +116,7 @@ def _check_extend(batch: ForwardBatch, lens: list[int] | None) -> None:
     for request, (new, total) in enumerate(zip(extend, lens, strict=True)):
         cached = total - new if prefix is None else prefix[request]
         if new < 0 or cached < 0 or cached + new != total:
-            raise BadBatch(
-                f"request {request}: prefix {cached} + new {new} tokens is not its seq_lens {total}"
-            )
+            raise BadBatch(f"request {request}: prefix {cached} + new {new} tokens is not its seq_lens {total}")
 
 
 def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -130,15 +127,10 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
             f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
         )
     if batch.seq_lens_cpu is not None and batch.seq_lens.tolist() != batch.seq_lens_cpu.tolist():
-        raise BadBatch(
-            f"seq_lens {batch.seq_lens.tolist()} and seq_lens_cpu {batch.seq_lens_cpu.tolist()} differ"
-        )
-    if batch.extend_seq_lens_cpu is not None and batch.extend_seq_lens is not None:
-        if batch.extend_seq_lens.tolist() != [int(n) for n in batch.extend_seq_lens_cpu]:
-            raise BadBatch(
-                f"extend_seq_lens {batch.extend_seq_lens.tolist()} and extend_seq_lens_cpu "
-                f"{list(batch.extend_seq_lens_cpu)} differ"
-            )
+        raise BadBatch(f"seq_lens {batch.seq_lens.tolist()} and seq_lens_cpu {batch.seq_lens_cpu.tolist()} differ")
+    device_new, host_new = batch.extend_seq_lens, batch.extend_seq_lens_cpu
+    if device_new is not None and host_new is not None and device_new.tolist() != [int(n) for n in host_new]:
+        raise BadBatch(f"extend_seq_lens {device_new.tolist()} and extend_seq_lens_cpu {list(host_new)} differ")
     slots = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool)
     for request, (row, length) in enumerate(zip(rows.tolist(), batch.seq_lens.tolist(), strict=True)):
         if not 0 <= length <= table.shape[1]:
@@ -183,13 +175,25 @@ def kv_slots(pool: Any) -> int:
     return buffers[0].shape[0]
 
 
-def check_layer_inputs(q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, tokens: int) -> None:
-    """Raise BadBatch unless q, k, v are [tokens, heads * dim] (or [tokens, heads, dim]) of this layer."""
+def check_layer_inputs(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    layer: Any,
+    tokens: int,
+    config: BackendConfig | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Raise BadBatch unless q, k, v are [tokens, heads * dim] (or [tokens, heads, dim]) of this layer and config.
+
+    Called before anything is written, so that a refused call leaves the cache as it was.
+    """
     expected = {
         "q": (q, layer.tp_q_head_num * layer.head_dim),
         "k": (k, layer.tp_k_head_num * layer.head_dim),
         "v": (v, layer.tp_v_head_num * layer.v_head_dim),
     }
+    dtype, device = (q.dtype, q.device.type) if config is None else (config.dtype, torch.device(config.device).type)
     for name, (value, width) in expected.items():
         if value is None:
             continue
@@ -198,14 +202,22 @@ def check_layer_inputs(q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any
                 f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {tokens} new "
                 f"tokens, so {name} must be [{tokens}, {width}] or [{tokens}, heads, dim] of that size"
             )
-        if value.device != q.device or value.dtype != q.dtype:
+        if value.device.type != device or value.dtype != dtype:
             raise BadBatch(
-                f"layer {layer.layer_id}: {name} is {value.dtype} on {value.device}, q is {q.dtype} on "
-                f"{q.device}; they must agree"
+                f"layer {layer.layer_id}: {name} is {value.dtype} on {value.device}; this backend runs {dtype} on "
+                f"{device}, and q, k and v must agree with it"
+            )
+        if value.shape[-1] > 1 and value.stride(-1) != 1:
+            raise BadBatch(
+                f"layer {layer.layer_id}: {name} of shape {tuple(value.shape)} has stride {value.stride(-1)} in its "
+                "last dim, which must be contiguous; call .contiguous()"
             )
     if (k is None) != (v is None):
+        raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
+    if sinks is not None and (sinks.shape != (layer.tp_q_head_num,) or sinks.device.type != device):
         raise BadBatch(
-            f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is"
+            f"layer {layer.layer_id}: sinks has shape {tuple(sinks.shape)} on {sinks.device}; it must hold one logit "
+            f"a query head, ({layer.tp_q_head_num},), on {device}"
         )
 
 

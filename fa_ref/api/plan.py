@@ -18,6 +18,7 @@ class AttentionPass:
 
     A *sequence* of a pass is a request, or a piece of one: a chunk of chunked local attention.
 
+    >>> import torch
     >>> table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
     >>> lens = torch.tensor([5, 2], dtype=torch.int32)
     >>> cu = torch.tensor([0, 1, 2], dtype=torch.int32)
@@ -96,15 +97,13 @@ class AttentionPlan:
             "window",
             "sinks",
         )
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for kind, passes in self.passes.items():
             for number, step in enumerate(passes, start=1):
                 rows.append((kind.name, str(number), *_cells(step)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         title = f"{self.forward_mode.name}: {self.num_tokens} query tokens"
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"{kind.name}: refused, {why}" for kind, why in self.refused.items()]
         return "\n".join([title, *lines])
 

@@ -31,13 +31,9 @@ class ReqToTokenPool:
     ([1, 2], torch.Size([3, 8]))
     """
 
-    def __init__(
-        self, size: int, context_len: int, extra_tokens: int = 0, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, size: int, context_len: int, extra_tokens: int = 0, device: torch.device | str = "cpu") -> None:
         self.size, self.context_len = size, context_len
-        self.req_to_token = torch.zeros(
-            size + 1, context_len + extra_tokens, dtype=torch.int32, device=device
-        )
+        self.req_to_token = torch.zeros(size + 1, context_len + extra_tokens, dtype=torch.int32, device=device)
         self._free = list(range(1, size + 1))
 
     def available_size(self) -> int:

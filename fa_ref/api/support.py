@@ -49,10 +49,6 @@ def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[Laye
 def refuse_unplanned_config(config: BackendConfig) -> None:
     """Raise UnsupportedByProvider for a config whose every plan would be wrong or missing."""
     if config.use_mla:
-        raise UnsupportedByProvider(
-            "use_mla=True is not planned yet; supported: multi-head and grouped attention"
-        )
+        raise UnsupportedByProvider("use_mla=True is not planned yet; supported: multi-head and grouped attention")
     if config.is_encoder_decoder:
-        raise UnsupportedByProvider(
-            "is_encoder_decoder=True is not planned yet; supported: decoder-only models"
-        )
+        raise UnsupportedByProvider("is_encoder_decoder=True is not planned yet; supported: decoder-only models")

@@ -40,9 +40,7 @@ class Mask:
     def __invert__(self) -> Mask:
         return Mask(lambda q, k: ~self(q, k), f"~{self.name}")
 
-    def dense(
-        self, q_pos: Int[Tensor, " queries"], k_pos: Int[Tensor, " keys"]
-    ) -> Bool[Tensor, "queries keys"]:
+    def dense(self, q_pos: Int[Tensor, " queries"], k_pos: Int[Tensor, " keys"]) -> Bool[Tensor, "queries keys"]:
         """The whole mask: row i is query q_pos[i], column j is key k_pos[j]."""
         rows, columns = rearrange(q_pos, "q -> q 1"), rearrange(k_pos, "k -> 1 k")
         return self(rows, columns).expand(len(q_pos), len(k_pos))

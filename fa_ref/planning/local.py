@@ -80,20 +80,19 @@ def make_local_attention_virtual_batches_slow(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tensor]:
     """The definition of `make_local_attention_virtual_batches`: walk every request, query by query."""
     seqlens_q, seqlens_k, tables = [], [], []
-    width = min(attn_chunk_size // page_size, block_table.shape[1])
+    width, last = min(attn_chunk_size // page_size, block_table.shape[1]), block_table.shape[1] - 1
     for request, total in enumerate(seq_lens_np.tolist()):
         new = int(query_start_loc_np[request + 1] - query_start_loc_np[request])
-        current = None
+        current = -1
         for position in range(total - new, total):
-            if position // attn_chunk_size != current:  # a query enters a new chunk: open a virtual batch
-                current = position // attn_chunk_size
-                first = current * attn_chunk_size // page_size
-                last = block_table.shape[1] - 1
+            chunk = position // attn_chunk_size
+            if chunk != current:  # a query enters a new chunk: open a virtual batch
+                current, first = chunk, chunk * attn_chunk_size // page_size
                 tables.append([int(block_table[request, min(first + i, last)]) for i in range(width)])
                 seqlens_q.append(0)
                 seqlens_k.append(0)
             seqlens_q[-1] += 1
-            seqlens_k[-1] = position - current * attn_chunk_size + 1
+            seqlens_k[-1] = position - chunk * attn_chunk_size + 1
     table = torch.tensor(tables, dtype=block_table.dtype).reshape(len(tables), width)
     return (
         _int32(np.array(seqlens_q)),
@@ -109,7 +108,7 @@ def _int32(values: np.ndarray) -> np.ndarray:
 
 def local_pass(whole: AttentionPass, chunk: int) -> AttentionPass:
     """The pass over whole requests, cut into virtual batches of one chunk each."""
-    seqlens_q, cu_seqlens_q, seqlens_k, table = make_local_attention_virtual_batches(
+    _, cu_seqlens_q, seqlens_k, table = make_local_attention_virtual_batches(
         chunk,
         whole.cu_seqlens_q.cpu().numpy(),
         whole.cache_seqlens.cpu().numpy(),

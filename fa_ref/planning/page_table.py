@@ -21,9 +21,7 @@ def slot_table(batch: ForwardBatch, config: BackendConfig, pool: str) -> Int32[T
     return swa_slots(batch.token_to_kv_pool or config.token_to_kv_pool, slots)
 
 
-def swa_slots(
-    kv_pool: Any, slots: Int32[Tensor, "requests positions"]
-) -> Int32[Tensor, "requests positions"]:
+def swa_slots(kv_pool: Any, slots: Int32[Tensor, "requests positions"]) -> Int32[Tensor, "requests positions"]:
     """Slots of the full pool as slots of the window pool; 0, the padding slot, where a token was freed."""
     return kv_pool.full_to_swa_index_mapping[slots.long()].to(torch.int32)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fa_ref import BadPageTable, ForwardMode, LayerKind, window_of_tokens
 from fa_ref.cases import Case, make_case
-
 from tests.support import (
     FP8,
     agrees,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from fa_ref import ForwardMode, LayerKind
 from fa_ref.cases import make_case
-
 from tests.support import (
     PAGE_SIZES,
     agrees,
@@ -15,8 +15,8 @@ from tests.support import (
     every_page_size,
     every_route,
     meaning,
-    plans,
     planned_routes,
+    plans,
     run,
     seen,
     sized,

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fa_ref import ForwardMode, LayerKind, MHAKVPool
 from fa_ref.attention import AttentionState, merge
 from fa_ref.cases import make_case
-
 from tests.support import (
     PACKAGES,
     PAGE_SIZES,
@@ -127,7 +127,7 @@ def test_rows_without_a_key_are_zero_and_minus_infinity(package, sinks, device):
     empty = slice(0, 5)  # two of a sequence of no keys; three whose positions lie before the two keys
     assert not out[empty].any()
     expected = values.float().expand(5, 4) if sinks else torch.full((5, 4), -torch.inf, device=device)
-    assert torch.allclose(lse[empty], expected, atol=1e-6)
+    assert torch.allclose(lse[empty], expected, atol=1e-4)
     assert out[5:].isfinite().all()
     assert lse[5:].isfinite().all()
     assert out[5:].any()
@@ -170,7 +170,7 @@ def test_merging_empty_states(package, dtype, device):
 @both_packages
 def test_the_lse_of_every_kernel_is_natural(package, device):
     """sglang #40903, flashinfer #4485: a base-2 LSE fed to a natural-log merge, 12 % error."""
-    k, v, gen, dtype = cache(device)
+    k, v, _, dtype = cache(device)
     q = torch.zeros(1, 4, 64, device=device, dtype=dtype)  # equal keys: the LSE is the log of their number
     table, cu = int32([[3, 1]], device), int32([0, 1], device)
     _, lse = package.flash_attn_with_kvcache(
@@ -178,12 +178,12 @@ def test_the_lse_of_every_kernel_is_natural(package, device):
         max_seqlen_q=1, return_softmax_lse=True,
     )  # fmt: skip
     assert lse.dtype == torch.float32
-    assert lse.flatten().tolist() == pytest.approx([math.log(8)] * 4, abs=1e-5)
+    assert lse.flatten().tolist() == pytest.approx([math.log(8)] * 4, abs=1e-4)
     _, lse = package.flash_attn_varlen_func(
         q=q, k=k[3, :8], v=v[3, :8], cu_seqlens_q=cu, cu_seqlens_k=int32([0, 8], device), max_seqlen_q=1,
         max_seqlen_k=8, return_softmax_lse=True,
     )  # fmt: skip
-    assert lse.flatten().tolist() == pytest.approx([math.log(8)] * 4, abs=1e-5)
+    assert lse.flatten().tolist() == pytest.approx([math.log(8)] * 4, abs=1e-4)
 
 
 @both_packages

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from fa_ref import ForwardMode, LayerKind
-from fa_ref.cases import make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa_ref import ForwardMode, LayerKind
+from fa_ref.cases import make_case
 from tests.support import FP8, PAGE_SIZES, plans, sized, verdicts
 
 MODES = (ForwardMode.EXTEND, ForwardMode.SPLIT_PREFILL, ForwardMode.MIXED, ForwardMode.DECODE)

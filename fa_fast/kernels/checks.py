@@ -1,4 +1,8 @@
-"""Host-side checks of the CPU provider's arguments. On a CPU, looking at values costs next to nothing."""
+"""Checks of a kernel call's arguments, one a function.
+
+The first few look at shapes, dtypes and strides, for every device. Those that look at values are the CPU provider's:
+there a look costs next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,13 @@ from torch import Tensor
 from fa_ref.api.errors import BadBatch, BadPageTable
 
 
-def check_operands(tensors: dict[str, Tensor | int | None]) -> None:
+def check_operands(device: torch.device, tensors: dict[str, Tensor | int | None]) -> None:
     """One device, and unit stride along the last dim."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             continue
-        if x.device.type != "cpu":
-            raise BadBatch(
-                f"{name} is on {x.device}; the torch_cpu provider runs tensors on the CPU. Move it there, or "
-                "choose the provider of that device."
-            )
+        if x.device != device:
+            raise BadBatch(f"{name} is on {x.device}; this call runs on {device}. Move it there.")
         if name in ("q", "k", "v", "qv", "k_cache", "v_cache") and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise BadBatch(
                 f"{name} of shape {tuple(x.shape)} has stride {x.stride(-1)} along its last dim; that dim "
@@ -63,11 +64,15 @@ def check_dtypes(*, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> None:
         raise BadBatch(f"qv is {qv.dtype} and q is {q.dtype}; they must have one dtype.")
 
 
+def check_int32(name: str, x: Tensor, rank: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != rank:
+        what = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise BadBatch(f"{name} is {what}; it must be an int32 tensor of rank {rank}. Use .to(torch.int32).")
+
+
 def host_ints(name: str, x: Tensor) -> list[int]:
     """A rank-1 int32 tensor as Python ints."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1:
-        what = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-        raise BadBatch(f"{name} is {what}; it must be an int32 tensor of rank 1. Use .to(torch.int32).")
+    check_int32(name, x, 1)
     return x.tolist()
 
 

@@ -1,0 +1,453 @@
+"""Bad input: the error says what was passed, nothing was written, and the same backend goes on to a right result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_ref import (
+    AttentionLayer,
+    BackendConfig,
+    BadBatch,
+    BadConfig,
+    BadPageTable,
+    DraftInput,
+    FaError,
+    ForwardMode,
+    LayerKind,
+    UnsupportedByProvider,
+    VerifyInput,
+    layer_kind,
+)
+from fa_ref.cases import Case, make_case
+from tests.support import ROUTES, both_packages, cache_bytes, every_route, with_batch, with_layer
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+
+
+def good(mode: ForwardMode = EXTEND) -> Case:
+    return make_case(mode, heads=4, kv_heads=2, sinks=True, page_size=4, kind=LayerKind.SLIDING, context_len=20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A change that makes a good case bad, and the error that must follow."""
+
+    change: Callable[[Case], Case]
+    error: type[FaError]
+    says: str  # regular expression that the message matches
+    mode: ForwardMode = EXTEND
+    checked: bool = False  # only with FA_CHECK=1
+
+
+def field(name: str, change: Callable[[Any], Any]) -> Callable[[Case], Case]:
+    """The case with one field of its batch changed."""
+    return lambda case: with_batch(case, **{name: change(getattr(case.batch, name))})
+
+
+def tensor(name: str, change: Callable[[Tensor], Any]) -> Callable[[Case], Case]:
+    """The case with q, k, v or sinks changed."""
+    return lambda case: replace(case, **{name: change(getattr(case, name))})
+
+
+def to_meta(x: Tensor) -> Tensor:
+    return x.to("meta")
+
+
+def without_last(x: Any) -> Any:
+    return x[:-1]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, with the last dim's elements not next to each other."""
+    return x.t().contiguous().t()
+
+
+def scattered(x: Tensor) -> Tensor:
+    wider = torch.zeros(*x.shape, 2, dtype=x.dtype)
+    wider[..., 0] = x
+    return wider[..., 0]
+
+
+INDEX = ("seq_lens", "req_pool_indices", "extend_seq_lens")
+BAD_BATCHES: dict[str, Bad] = {
+    **{
+        f"{name}-float": Bad(
+            change=field(name, lambda x: x.float()), error=BadBatch, says=f"{name} is torch.float32.*int32 or int64"
+        )
+        for name in INDEX
+    },
+    "out_cache_loc-float": Bad(
+        change=field("out_cache_loc", lambda x: x.float()), error=BadBatch, says="out_cache_loc is torch.float32"
+    ),
+    **{
+        f"{name}-other-device": Bad(change=field(name, to_meta), error=BadBatch, says=f"{name} is on meta.*cpu")
+        for name in (*INDEX, "out_cache_loc")
+    },
+    **{
+        f"{name}-one-entry-less": Bad(change=field(name, without_last), error=BadBatch, says=rf"{name}.*2.*3")
+        for name in (*INDEX, "seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
+    },
+    "out_cache_loc-one-slot-less": Bad(
+        change=field("out_cache_loc", without_last), error=BadBatch, says="out_cache_loc has 9 slots for 10 new tokens"
+    ),
+    "out_cache_loc-two-dims": Bad(
+        change=field("out_cache_loc", lambda x: x[None]), error=BadBatch, says=r"out_cache_loc is .* \(1, 10\)"
+    ),
+    "seq_lens-missing": Bad(
+        change=field("seq_lens", lambda x: None), error=BadBatch, says="EXTEND needs seq_lens as a tensor, got None"
+    ),
+    "lengths-that-do-not-add-up": Bad(
+        change=field("extend_prefix_lens_cpu", lambda x: [x[0], x[1] + 1, x[2]]),
+        error=BadBatch,
+        says=r"request 1: prefix 1 \+ new 4 tokens is not its seq_lens 4",
+    ),
+    "length-0-in-decode": Bad(
+        mode=DECODE,
+        change=field("seq_lens_cpu", lambda x: torch.tensor([4, 0, 7])),
+        error=BadBatch,
+        says="request 1 has seq_lens 0 in DECODE",
+    ),
+    "length-beyond-the-table": Bad(
+        change=lambda case: with_batch(case, seq_lens_cpu=torch.tensor([8, 4, 21]), extend_prefix_lens_cpu=[3, 0, 20]),
+        error=BadPageTable,
+        says="request 2 has 21 keys.*holds 20",
+    ),
+    "no-slots-for-new-keys": Bad(
+        change=field("out_cache_loc", lambda x: None), error=BadBatch, says="out_cache_loc is None"
+    ),
+    # ---- what only the device knows
+    "row-out-of-range": Bad(
+        checked=True,
+        change=field("req_pool_indices", lambda x: x + 100),
+        error=BadPageTable,
+        says="req_pool_indices span 10.*6 rows",
+    ),
+    "host-and-device-lengths-differ": Bad(
+        checked=True,
+        change=field("seq_lens", lambda x: x + 1),
+        error=BadBatch,
+        says=r"seq_lens \[9, 5, 8\] and seq_lens_cpu \[8, 4, 7\] differ",
+    ),
+    "host-and-device-new-tokens-differ": Bad(
+        checked=True,
+        change=field("extend_seq_lens", lambda x: x + 1),
+        error=BadBatch,
+        says=r"extend_seq_lens \[6, 5, 2\]",
+    ),
+    "slot-past-the-pool": Bad(
+        checked=True, change=field("out_cache_loc", lambda x: x + 1000), error=BadPageTable, says="out_cache_loc: slots"
+    ),
+    "negative-slot": Bad(
+        checked=True, change=field("out_cache_loc", lambda x: x - 1000), error=BadPageTable, says="out_cache_loc: slots"
+    ),
+}
+BAD_INPUTS: dict[str, Bad] = {
+    "q-too-wide": Bad(
+        change=tensor("q", lambda x: x.repeat(1, 2)), error=BadBatch, says=r"q has shape \(10, 128\).*\[10, 64\]"
+    ),
+    **{
+        f"{name}-one-token-less": Bad(
+            change=tensor(name, without_last), error=BadBatch, says=rf"{name} has shape \(9, .*10 new tokens"
+        )
+        for name in ("q", "k", "v")
+    },
+    "heads-of-another-layer": Bad(
+        change=lambda case: with_layer(case, tp_q_head_num=8), error=BadBatch, says=r"q has shape \(10, 64\)"
+    ),
+    "k-without-v": Bad(change=lambda case: replace(case, v=None), error=BadBatch, says="both k and v, or neither"),
+    **{
+        f"{name}-other-dtype": Bad(
+            change=tensor(name, lambda x: x.half()), error=BadBatch, says=f"{name} is torch.float16"
+        )
+        for name in ("k", "v")
+    },
+    "all-of-another-dtype": Bad(
+        change=lambda case: replace(case, q=case.q.half(), k=case.k.half(), v=case.v.half()),
+        error=BadBatch,
+        says="q is torch.float16.*torch.float32",
+    ),
+    "all-of-an-integer-dtype": Bad(
+        change=lambda case: replace(case, q=case.q.int(), k=case.k.int(), v=case.v.int()),
+        error=BadBatch,
+        says="q is torch.int32.*torch.float32",
+    ),
+    **{
+        f"{name}-other-device": Bad(change=tensor(name, to_meta), error=BadBatch, says=f"{name} is .* on meta")
+        for name in ("k", "v")
+    },
+    "all-on-another-device": Bad(
+        change=lambda case: replace(case, q=to_meta(case.q), k=to_meta(case.k), v=to_meta(case.v)),
+        error=BadBatch,
+        says="q is .*on meta.*cpu",
+    ),
+    **{
+        f"{name}-not-contiguous": Bad(
+            change=tensor(name, change), error=BadBatch, says=f"{name} .*stride {stride} .*contiguous"
+        )
+        for name, change, stride in (("q", strided, 10), ("k", strided, 10), ("v", scattered, 2))
+    },
+    "sinks-for-fewer-heads": Bad(
+        change=tensor("sinks", without_last), error=BadBatch, says=r"sinks has shape \(3,\).*\(4,\)"
+    ),
+    "one-sink-for-all-heads": Bad(
+        change=tensor("sinks", lambda x: x[:1]), error=BadBatch, says=r"sinks has shape \(1,\).*\(4,\)"
+    ),
+    "sinks-on-another-device": Bad(
+        change=tensor("sinks", to_meta), error=BadBatch, says=r"sinks has shape \(4,\) on meta.*on cpu"
+    ),
+    "window-wider-than-the-config-s": Bad(
+        change=lambda case: with_layer(case, sliding_window_size=9),
+        error=BadConfig,
+        says="sliding_window_size 9, the config 3",
+    ),
+    "layer-kind-without-a-plan": Bad(
+        change=lambda case: with_layer(case, sliding_window_size=-1, is_cross_attention=True),
+        error=UnsupportedByProvider,
+        says="CROSS layer in EXTEND",
+    ),
+}
+
+
+def check_refused(bad: Bad, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_CHECK", "1" if bad.checked else "0")
+    case = good(bad.mode)
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+
+    def forward(case: Case) -> Tensor:
+        backend.init_forward_metadata(case.batch)
+        return backend.forward(case.q, case.k, case.v, case.layer, case.batch, sinks=case.sinks)
+
+    before = cache_bytes(case)
+    with pytest.raises(bad.error, match=bad.says):
+        forward(bad.change(case))
+    assert all(torch.equal(a, b) for a, b in zip(before, cache_bytes(case), strict=True)), "written before refused"
+    assert case.judge(forward(case)).ok
+
+
+@every_route
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_bad_batch_is_refused_and_the_backend_goes_on(name, route, monkeypatch):
+    check_refused(BAD_BATCHES[name], route, monkeypatch)
+
+
+@every_route
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_layer_inputs_are_refused_and_the_backend_goes_on(name, route, monkeypatch):
+    check_refused(BAD_INPUTS[name], route, monkeypatch)
+
+
+# ---- page tables, with FA_CHECK=1 -------------------------------------------------------------------------------
+
+
+@every_route
+@pytest.mark.parametrize(
+    ("slot", "says"),
+    [(-1, r"slots span -1\.\."), (4096, r"slots span .*\.\.4096, the pool holds"), (9, "position 1 is in slot 9")],
+    ids=["negative", "past-the-pool", "inside-another-page"],
+)
+def test_a_page_table_that_addresses_wrong_memory_is_refused(slot, says, route, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    case = good()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    row = case.config.req_to_token_pool.req_to_token[int(case.batch.req_pool_indices[0])]
+    right = row.clone()
+    assert int(right[1]) != slot
+    row[1] = slot
+    with pytest.raises(BadPageTable, match=says):
+        backend.init_forward_metadata(case.batch)
+    row.copy_(right)
+    backend.init_forward_metadata(case.batch)
+    out = backend.forward(case.q, case.k, case.v, case.layer, case.batch, sinks=case.sinks)
+    assert case.judge(out).ok
+
+
+@both_packages
+@pytest.mark.parametrize("page", [-1, 10_000])
+def test_the_kernel_refuses_page_ids_out_of_range(page, package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    cache = torch.zeros(4, 8, 1, 64)
+    int32 = dict(dtype=torch.int32)
+    with pytest.raises(BadPageTable, match=f"{page}"):
+        package.flash_attn_with_kvcache(
+            torch.zeros(1, 1, 64),
+            cache,
+            cache,
+            page_table=torch.tensor([[1, page]], **int32),
+            cache_seqlens=torch.tensor([9], **int32),
+            cu_seqlens_q=torch.tensor([0, 1], **int32),
+            max_seqlen_q=1,
+        )
+
+
+# ---- modes ------------------------------------------------------------------------------------------------------
+
+UNPLANNED = {
+    "TARGET_VERIFY": (ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=2)),
+    "DRAFT_EXTEND": (ForwardMode.DRAFT_EXTEND, None),
+    "DECODE": (DECODE, DraftInput(topk=1, num_steps=2)),
+}
+
+
+@every_route
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_modes_without_a_plan_are_refused_by_name(name, route):
+    mode, spec_info = UNPLANNED[name]
+    case = good()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    with pytest.raises(UnsupportedByProvider, match=f"{name}.*not planned"):
+        backend.init_forward_metadata(replace(case.batch, forward_mode=mode, spec_info=spec_info))
+    with pytest.raises(BadBatch, match="no batch is planned"):
+        backend.forward(case.q, case.k, case.v, case.layer, case.batch)
+    backend.init_forward_metadata(case.batch)
+    out = backend.forward(case.q, case.k, case.v, case.layer, case.batch, sinks=case.sinks)
+    assert case.judge(out).ok
+
+
+@every_route
+def test_forward_before_a_plan_says_what_to_call(route):
+    case = good()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    before = cache_bytes(case)
+    with pytest.raises(BadBatch, match="call init_forward_metadata"):
+        backend.forward(case.q, case.k, case.v, case.layer, case.batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache_bytes(case), strict=True))
+
+
+@every_route
+def test_an_unknown_mode_lists_the_known_ones(route):
+    case = good()
+    package, provider = ROUTES[route]
+    server_batch = SimpleNamespace(**{**vars(case.batch), "forward_mode": "SIDEWAYS"})
+    with pytest.raises(BadBatch, match=r"'SIDEWAYS' is unknown; supported: EXTEND, DECODE"):
+        package.FlashAttentionBackend(case.config, provider=provider).init_forward_metadata(server_batch)
+
+
+@every_route
+def test_a_decode_backend_refuses_a_prefill(route):
+    case = good()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, skip_prefill=True, provider=provider)
+    with pytest.raises(BadBatch, match="EXTEND on a backend made with skip_prefill=True"):
+        backend.init_forward_metadata(case.batch)
+    decode = replace(good(DECODE), config=case.config)
+    backend.init_forward_metadata(replace(case.batch, forward_mode=DECODE, out_cache_loc=None))
+    assert backend.forward_metadata.num_tokens == decode.batch.batch_size
+
+
+@every_route
+def test_a_server_s_own_batch_object_is_accepted(route):
+    case = good()
+    package, provider = ROUTES[route]
+    fields = {name: value for name, value in vars(case.batch).items() if value is not None}
+    server_batch = SimpleNamespace(**{**fields, "forward_mode": SimpleNamespace(name="EXTEND"), "extra": 1})
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    backend.init_forward_metadata(server_batch)
+    assert case.judge(backend.forward(case.q, case.k, case.v, case.layer, server_batch, sinks=case.sinks)).ok
+
+
+# ---- configurations ---------------------------------------------------------------------------------------------
+
+
+def config_with(**changes: Any) -> BackendConfig:
+    return replace(good().config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(attention_chunk_size=6), "attention_chunk_size 6 with page_size 4"),
+        (dict(attention_chunk_size=0), "attention_chunk_size 0"),
+        (dict(page_size=0), "page_size 0"),
+        (dict(sliding_window_size=3, is_encoder_decoder=True), "windows and cross attention"),
+    ],
+    ids=["chunk-of-one-and-a-half-pages", "chunk-0", "page-0", "window-and-encoder"],
+)
+def test_a_config_that_contradicts_itself_is_refused(changes, says):
+    with pytest.raises(BadConfig, match=says):
+        config_with(**changes)
+
+
+def layer_with(**changes: Any) -> AttentionLayer:
+    given = dict(layer_id=7, tp_q_head_num=4, tp_k_head_num=2, head_dim=64, scaling=1.0)
+    return AttentionLayer(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            dict(is_cross_attention=True, sliding_window_size=3),
+            "layer 7 asks for a sliding window of 3 on cross attention",
+        ),
+        (dict(tp_k_head_num=3), "layer 7: 4 query heads over 3 key heads"),
+        (dict(tp_k_head_num=0), "layer 7: 4 query heads over 0 key heads"),
+        (dict(tp_v_head_num=1), "layer 7: 2 key heads but 1 value heads"),
+    ],
+    ids=["window-on-cross-attention", "heads-do-not-divide", "no-key-heads", "fewer-value-heads"],
+)
+def test_a_layer_that_contradicts_itself_is_refused(changes, says):
+    with pytest.raises(BadConfig, match=says):
+        layer_with(**changes)
+
+
+def test_a_layer_with_both_a_window_and_chunks_is_refused():
+    layer = layer_with(use_irope=True, sliding_window_size=3)
+    assert layer_kind(layer) is LayerKind.SLIDING  # no chunk size, no chunks
+    with pytest.raises(BadConfig, match="sliding window and chunked local attention at once"):
+        layer_kind(layer, attention_chunk_size=8)
+
+
+@both_packages
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (dict(provider="abacus"), BadConfig),
+        (dict(topk=4), UnsupportedByProvider),
+        (dict(speculative_num_steps=2), UnsupportedByProvider),
+    ],
+    ids=["provider", "topk", "steps"],
+)
+def test_backend_arguments_without_a_meaning_here_are_refused(arguments, error, package):
+    with pytest.raises(error, match=f"{next(iter(arguments.values()))}"):
+        package.FlashAttentionBackend(good().config, **arguments)
+
+
+@both_packages
+@pytest.mark.parametrize("name", ["use_mla", "is_encoder_decoder"])
+def test_models_without_a_plan_are_refused(name, package):
+    with pytest.raises(UnsupportedByProvider, match=f"{name}=True is not planned"):
+        package.FlashAttentionBackend(config_with(sliding_window_size=None, **{name: True}))
+
+
+@both_packages
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_kernels_refuse_a_last_dim_that_is_not_contiguous(name, package):
+    arguments = dict(q=torch.zeros(1, 1, 64), k_cache=torch.zeros(2, 4, 1, 64), v_cache=torch.zeros(2, 4, 1, 64))
+    arguments[name] = scattered(arguments[name])
+    int32 = dict(dtype=torch.int32)
+    with pytest.raises(BadBatch, match=f"{name[0]}.* of shape .* stride 2 .*contiguous"):
+        package.flash_attn_with_kvcache(
+            **arguments,
+            page_table=torch.tensor([[1]], **int32),
+            cache_seqlens=torch.tensor([3], **int32),
+            cu_seqlens_q=torch.tensor([0, 1], **int32),
+            max_seqlen_q=1,
+        )
+
+
+def test_every_error_is_an_fa_error_and_one_of_python_s_own_kinds():
+    for error, kind in ((BadBatch, ValueError), (BadConfig, ValueError), (BadPageTable, ValueError)):
+        assert issubclass(error, FaError)
+        assert issubclass(error, kind)
+    assert issubclass(UnsupportedByProvider, NotImplementedError)

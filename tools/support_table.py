@@ -1,0 +1,285 @@
+"""The support table of README.md, from the code: what runs on which kernels, and how that is known.
+
+    python tools/support_table.py           print it
+    python tools/support_table.py --write   put it between its markers in README.md
+
+A cell is never typed in. "CPU": this program runs the case on torch_cpu and judges it against the oracle. "H200": the
+provider's Capability allows the case and tests/test_gpu.py runs it. "contract": the Capability allows it, and no test
+runs it on that device. "refused": the Capability says no. "not yet": planning says no.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import fa_fast  # noqa: E402
+from fa_fast.kernels.select import PROVIDERS  # noqa: E402
+from fa_ref.api import DraftInput, ForwardMode, LayerKind, UnsupportedByProvider, VerifyInput, layer_kind  # noqa: E402
+from fa_ref.api.support import layer_kinds, refuse_unplanned, refuse_unplanned_config  # noqa: E402
+from fa_ref.cases import Case, make_case  # noqa: E402
+
+BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
+DEVICES = {"cuda": "NVIDIA (`sgl_cuda`)", "cpu": "CPU (`torch_cpu`)", "xpu": "Intel GPU"}
+FP8 = torch.float8_e4m3fn
+
+NOT_YET, REFUSED, CONTRACT, CPU, H200 = "not yet", "refused", "contract", "CPU", "H200"
+
+# Every forward mode; a mode with drafts has a row for each kind of spec_info.
+MODES: list[tuple[str, ForwardMode, Any]] = [
+    ("`EXTEND`", ForwardMode.EXTEND, None),
+    ("`SPLIT_PREFILL`", ForwardMode.SPLIT_PREFILL, None),
+    ("`MIXED`", ForwardMode.MIXED, None),
+    ("`DECODE`", ForwardMode.DECODE, None),
+    ("`IDLE`", ForwardMode.IDLE, None),
+    ("`DECODE` of drafts, topk 1", ForwardMode.DECODE, DraftInput(topk=1, num_steps=3)),
+    ("`DECODE` of drafts, topk > 1", ForwardMode.DECODE, DraftInput(topk=4, num_steps=3)),
+    ("`TARGET_VERIFY`, chain", ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=4)),
+    ("`TARGET_VERIFY`, tree", ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=4, topk=2)),
+    ("`DRAFT_EXTEND`", ForwardMode.DRAFT_EXTEND, None),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A row: the cases that show it, and the keyword arguments that GPU tests show it with."""
+
+    name: str
+    cases: tuple[dict[str, Any], ...]  # arguments of make_case
+    on_gpu: tuple[tuple[str, str], ...]  # (argument, its source text) in tests/test_gpu.py
+
+
+def _feature(name: str, *on_gpu: tuple[str, str], **arguments: Any) -> Feature:
+    return Feature(name=name, cases=(arguments,), on_gpu=on_gpu)
+
+
+def _features() -> list[Feature]:
+    """The rows of the second table. Sizes come from the lists that the GPU tests are parametrised with."""
+    pages, dims = gpu_tests().page_sizes, gpu_tests().head_dims
+    equal = [str(k) for k, v in dims if k == v]
+    unequal = [f"{k}/{v}" for k, v in dims if k != v]
+    return [
+        Feature(
+            name=f"page sizes {', '.join(map(str, pages))}",
+            cases=tuple(dict(page_size=size, chunk=size * 2) for size in pages),
+            on_gpu=(("page_size", "page_size"),),
+        ),
+        _feature("other page sizes, as 5", ("page_size", "5"), page_size=5, chunk=10),
+        Feature(
+            name=f"head dims {', '.join(equal)}; qk/v {', '.join(unequal)}",
+            cases=tuple(dict(head_dim=k, v_head_dim=v) for k, v in dims),
+            on_gpu=(("head_dim", "dims[0]"), ("v_head_dim", "dims[1]")),
+        ),
+        _feature("other head dims, as 80", ("head_dim", "80"), head_dim=80),
+        _feature("bf16", ("dtype", "torch.bfloat16"), dtype=torch.bfloat16),
+        _feature("fp16", ("dtype", "torch.float16"), dtype=torch.float16),
+        _feature("fp32", ("dtype", "torch.float32"), dtype=torch.float32),
+        _feature(
+            "fp8 (e4m3) cache with scales",
+            ("kv_dtype", "FP8"),
+            ("k_scale", "0.5"),
+            dtype=torch.bfloat16,
+            kv_dtype=FP8,
+            k_scale=0.5,
+            v_scale=0.25,
+        ),
+        _feature("grouped heads, 24:2", ("heads", "24"), ("kv_heads", "2"), heads=24, kv_heads=2),
+        _feature("softcap", ("softcap", "5.0"), softcap=5.0),
+        _feature("sinks", ("sinks", "True"), sinks=True),
+        _feature("window layers in a pool of their own", ("hybrid", "True"), hybrid=True),
+        _feature("no host copies of the lengths", ("host_lengths", "False"), host_lengths=False),
+        _feature("deterministic mode", ("deterministic", "True"), deterministic=True),
+    ]
+
+
+# ---- what the GPU tests run, read from their source ------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTests:
+    page_sizes: list[int]
+    head_dims: list[tuple[int, int]]
+    kinds: set[str]
+    modes: set[str]
+    arguments: set[tuple[str, str]]
+
+
+@cache
+def gpu_tests() -> GpuTests:
+    tree = ast.parse((ROOT / "tests" / "test_gpu.py").read_text(encoding="utf-8"))
+    constants = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_every")]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return GpuTests(
+        page_sizes=ast.literal_eval(constants["PAGE_SIZES"]),
+        head_dims=ast.literal_eval(constants["HEAD_DIMS"]),
+        kinds=_members(constants["KINDS"], "LayerKind"),
+        modes=set().union(*(_members(test, "ForwardMode") for test in tests)),
+        arguments={(k.arg, ast.unparse(k.value)) for call in calls for k in call.keywords if k.arg is not None},
+    )
+
+
+def _members(node: ast.AST, enum: str) -> set[str]:
+    return {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == enum
+    }
+
+
+# ---- one cell --------------------------------------------------------------------------------------------
+
+
+def state(device: str, case: Case, runs_on_gpu: bool) -> str:
+    """How it stands with a planned case on a device."""
+    name = next((provider for provider, kind in PROVIDERS.items() if kind == device), None)
+    if name is None:
+        return NOT_YET
+    try:
+        _require(import_module(f"fa_fast.kernels.{name}").CAPABILITY, case)
+    except UnsupportedByProvider:
+        return REFUSED
+    if device == "cpu":
+        result = case.run(fa_fast)
+        verdict = case.judge(result) if result.numel() else None
+        if verdict is not None and not verdict.ok:
+            raise AssertionError(f"torch_cpu is wrong on {case.batch.forward_mode.name} {case.layer}: {verdict}")
+        return CPU
+    return H200 if device == "cuda" and runs_on_gpu else CONTRACT
+
+
+def _require(capability: Any, case: Case) -> None:
+    capability.require(
+        dtype=case.q.dtype,
+        kv_dtype=case.config.kv_cache_dtype,
+        head_dim=case.layer.head_dim,
+        v_head_dim=case.layer.v_head_dim,
+        page_size=case.config.page_size,
+        softcap=case.layer.logit_cap != 0,
+        sinks=case.sinks is not None,
+        window=layer_kind(case.layer, case.config.attention_chunk_size) is LayerKind.SLIDING,
+    )
+
+
+def mode_cell(mode: ForwardMode, spec_info: Any, kind: LayerKind) -> str:
+    """All that a mode and a layer kind were run on, or that there is no plan for them."""
+    case = make_case(mode, kind=kind, head_dim=64, dtype=torch.bfloat16)
+    if mode.is_idle():
+        case = _without_tokens(case)
+    if not _planned(replace(case.batch, spec_info=spec_info), case.config, kind):
+        return NOT_YET
+    on_gpu = mode.name in gpu_tests().modes and kind.name in gpu_tests().kinds
+    states = [state(device, case, on_gpu) for device in DEVICES]
+    return " + ".join(s for s in states if s not in (NOT_YET, REFUSED))
+
+
+def _planned(batch: Any, config: Any, kind: LayerKind) -> bool:
+    try:
+        refuse_unplanned(batch)
+    except UnsupportedByProvider:
+        return False
+    return kind in layer_kinds(config)[0]
+
+
+def _without_tokens(case: Case) -> Case:
+    empty = {name: getattr(case, name)[:0] for name in ("q", "k", "v")}
+    return replace(case, **empty, batch=replace(case.batch, out_cache_loc=None))
+
+
+def feature_cell(feature: Feature, device: str) -> str:
+    """The state of a feature on a device: of all its cases, in prefill and decode, on every planned layer kind."""
+    on_gpu = set(feature.on_gpu) <= gpu_tests().arguments
+    states = set()
+    for arguments in feature.cases:
+        defaults = dict(dtype=torch.bfloat16, head_dim=64)
+        for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
+            for kind in (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL):
+                states.add(state(device, make_case(mode, kind=kind, **(defaults | arguments)), on_gpu))
+    if len(states) != 1:
+        raise AssertionError(f"{feature.name} on {device} is {sorted(states)}; give its cases rows of their own")
+    return states.pop()
+
+
+def _refused(build: Callable[[], object]) -> bool:
+    try:
+        build()
+    except UnsupportedByProvider:
+        return True
+    return False
+
+
+def missing() -> list[str]:
+    """Features that no device has yet, because planning or the backend refuses them."""
+    case = make_case()
+    found = {
+        "multi-head latent attention (MLA)": lambda: refuse_unplanned_config(replace(case.config, use_mla=True)),
+        "CUDA graphs": lambda: fa_fast.FlashAttentionBackend(case.config).init_cuda_graph_state(8),
+    }
+    return [name for name, build in found.items() if _refused(build)]
+
+
+# ---- the whole -------------------------------------------------------------------------------------------
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *map(list, rows)])
+
+
+def support() -> str:
+    """Both tables with the words that explain their cells, as Markdown."""
+    kinds = list(LayerKind)
+    modes = [[name, *(mode_cell(mode, spec, kind) for kind in kinds)] for name, mode, spec in MODES]
+    features = [[f.name, *(feature_cell(f, device) for device in DEVICES)] for f in _features()]
+    features += [[name, *(NOT_YET for _ in DEVICES)] for name in missing()]
+    return "\n\n".join(
+        [
+            "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every cell that is not marked *not yet*.",
+            _table(["mode", *(f"{kind.name} layers" for kind in kinds)], modes),
+            "Features, on prefill and decode of all three layer kinds:",
+            _table(["", *DEVICES.values()], features),
+            f"*{H200}*: run on that GPU by `pytest -m gpu`. *{CPU}*: run on the CPU provider when this table is made. "
+            f"*{CONTRACT}*: allowed by the provider's capability record and tested against it, never run on the "
+            f"device. *{REFUSED}*: raises `UnsupportedByProvider`, and so does *{NOT_YET}*.",
+        ]
+    )
+
+
+def with_support(text: str) -> str:
+    """A document with the table between its markers renewed."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"the document must hold {BEGIN} and {END} once each")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{support()}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--write", action="store_true", help="renew README.md")
+    torch.set_num_threads(1)
+    if not parser.parse_args(argv).write:
+        print(support())
+        return 0
+    readme = ROOT / "README.md"
+    readme.write_text(with_support(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
