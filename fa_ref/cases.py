@@ -41,6 +41,11 @@ class Case:
     k: Tensor  # [tokens, kv_heads * head_dim]
     v: Tensor  # [tokens, kv_heads * v_head_dim]
     sinks: Tensor | None  # [heads]
+    recipe: dict[str, Any]  # the arguments of make_case
+
+    def like(self, **changes: Any) -> Case:
+        """The same problem with some of make_case's arguments changed: another device, dtype, page size, ..."""
+        return make_case(**self.recipe | changes)
 
     def run(self, package: Any, provider: str | None = None) -> Tensor:
         """The layer's output [tokens, heads * v_head_dim] from a package's backend; writes k and v."""
@@ -106,6 +111,7 @@ def make_case(
     >>> case.batch.seq_lens.tolist(), case.q.shape
     ([5], torch.Size([3, 32]))
     """
+    recipe = dict(locals())
     gen = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)  # large tensors are drawn where they live
     new = [1] * len(prefix_lens) if mode.is_decode() else list(new_lens)
@@ -177,7 +183,7 @@ def make_case(
     widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)
     q, k, v = (torch.randn(tokens, n, generator=on_device, device=device).to(dtype) for n in widths)
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
-    return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits)
+    return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, recipe=recipe)
 
 
 def _place(

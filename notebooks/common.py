@@ -36,3 +36,9 @@ def compare(case: Case) -> None:
         verdict = case.judge(case.run(package, provider))
         print(f"{name:<14} {'within' if verdict.ok else 'OVER'} the budget of a plain {dtype} run")
         assert verdict.ok, f"{name}: error {verdict.error:.2e} over budget {verdict.budget:.2e}"
+    if torch.cuda.is_available():
+        on_gpu = case.like(device="cuda", dtype=torch.bfloat16, head_dim=64, v_head_dim=64)  # the least FA3 takes
+        if on_gpu.recipe["kv_dtype"] in (None, torch.bfloat16):
+            verdict = on_gpu.judge(on_gpu.run(fa_fast))
+            assert verdict.ok, f"CUDA: error {verdict.error:.2e} over budget {verdict.budget:.2e}"
+            print("fa_fast, CUDA  within the budget of a plain bfloat16 run")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fa_fast
+from fa_fast.kernels import installed
+from fa_fast.kernels.sgl_cuda import CAPABILITY
 from fa_ref import (
     AttentionLayer,
     BackendConfig,
@@ -21,6 +25,7 @@ from fa_ref import (
     FaError,
     ForwardMode,
     LayerKind,
+    ProviderNotInstalled,
     UnsupportedByProvider,
     VerifyInput,
     layer_kind,
@@ -444,6 +449,73 @@ def test_kernels_refuse_a_last_dim_that_is_not_contiguous(name, package):
             cu_seqlens_q=torch.tensor([0, 1], **int32),
             max_seqlen_q=1,
         )
+
+
+# ---- kernel providers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fa3(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Lets a test pretend what is installed; the search for FA3 starts afresh before and after."""
+    installed.fa3_functions.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    installed.fa3_functions.cache_clear()
+
+
+def test_a_cuda_device_without_sgl_kernel_says_how_to_get_it(fa3):
+    fa3.setitem(sys.modules, "sgl_kernel", None)
+    fa3.setitem(sys.modules, "sgl_kernel.flash_attn", None)
+    fa3.setattr(installed, "installed_owners", list)
+    with pytest.raises(ProviderNotInstalled, match=r"CUDA device needs sgl-kernel.*fa_fast\.doctor"):
+        fa_fast.FlashAttentionBackend(config_with(device="cuda"))
+
+
+def test_two_distributions_that_overwrite_each_other_are_refused_by_name(fa3):
+    fa3.setattr(installed, "installed_owners", lambda: ["sgl-kernel", "sglang-kernel"])
+    with pytest.raises(ProviderNotInstalled, match=r"sgl-kernel and sglang-kernel both install.*pip uninstall"):
+        fa_fast.FlashAttentionBackend(config_with(device="cuda"))
+
+
+def test_a_missing_provider_can_be_caught_as_an_import_error():
+    assert issubclass(ProviderNotInstalled, ImportError)
+    assert issubclass(ProviderNotInstalled, FaError)
+
+
+def test_a_device_without_kernels_lists_those_that_have_some():
+    with pytest.raises(UnsupportedByProvider, match="no kernels for device meta; supported: cpu, cuda"):
+        fa_fast.FlashAttentionBackend(config_with(device="meta"))
+
+
+def test_a_provider_of_another_device_is_refused():
+    with pytest.raises(BadConfig, match="'sgl_cuda' on device cpu"):
+        fa_fast.FlashAttentionBackend(good().config, provider="sgl_cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (dict(head_dim=80, v_head_dim=80), r"head dims \(qk 80, v 80\).*\(64, 64\)"),
+        (dict(head_dim=128, v_head_dim=64), r"head dims \(qk 128, v 64\)"),
+        (dict(dtype=torch.float32), "q of torch.float32.*torch.bfloat16"),
+        (dict(kv_dtype=torch.float32), "a torch.float32 cache"),
+        (dict(qv=True), "cannot run qv"),
+    ],
+    ids=["head-dim", "narrow-values", "dtype", "cache-dtype", "qv"],
+)
+def test_what_fa3_cannot_run_is_refused_with_what_it_can(asked, says):
+    plain = dict(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=128, v_head_dim=128, page_size=64)
+    CAPABILITY.require(**plain)
+    with pytest.raises(UnsupportedByProvider, match=says):
+        CAPABILITY.require(**plain | asked)
+
+
+def test_a_page_size_that_a_provider_lacks_is_refused():
+    picky = replace(CAPABILITY, page_sizes=frozenset({64, 128}))
+    asked = dict(dtype=torch.bfloat16, kv_dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    picky.require(**asked, page_size=64)
+    with pytest.raises(UnsupportedByProvider, match=r"page size 16.*\[64, 128\]"):
+        picky.require(**asked, page_size=16)
 
 
 def test_every_error_is_an_fa_error_and_one_of_python_s_own_kinds():

@@ -121,51 +121,6 @@ def test_an_empty_batch_gives_an_empty_output(mode, route):
     assert run(case, route).shape == (0, 2 * 16)
 
 
-@pytest.mark.gpu
-@KINDS
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
-def test_256_requests_agree_on_a_gpu(mode, page_size, kind):
-    prefix = [(37 * i) % 700 for i in range(256)]
-    new = [1 if i % 3 else 1 + i % 50 for i in range(256)]
-    case = case_on(
-        "cuda",
-        mode,
-        prefix_lens=prefix,
-        new_lens=new,
-        heads=8,
-        kv_heads=2,
-        head_dim=128,
-        page_size=page_size,
-        kind=kind,
-        window=127,
-        chunk=256,
-    )  # fmt: skip
-    assert_agrees(case)
-
-
-@pytest.mark.gpu
-@KINDS
-@pytest.mark.parametrize("page_size", [1, 64, 128])
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=lambda mode: mode.name.lower())
-def test_a_context_of_128k_agrees_on_a_gpu(mode, page_size, kind):
-    length = 128 * 1024
-    case = case_on(
-        "cuda",
-        mode,
-        prefix_lens=(length - 40, 5),
-        new_lens=(40, 7),
-        heads=8,
-        kv_heads=2,
-        head_dim=128,
-        page_size=page_size,
-        kind=kind,
-        window=4095,
-        chunk=8192,
-    )  # fmt: skip
-    assert_agrees(case)
-
-
 # ---- what a server leaves in its tables ---------------------------------------------------------------------------
 
 

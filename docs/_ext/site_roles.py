@@ -38,7 +38,7 @@ class NotebookRole(SphinxRole):
 
 
 class PictureDirective(Directive):
-    """The SVG of a function of docs/_ext/pictures.py in the page, or its text where there is no HTML."""
+    """The SVG of a function of docs/_ext/pictures.py, inside the page, so that its ink follows the theme."""
 
     required_arguments = 1
 

@@ -1,0 +1,83 @@
+"""The support table of the README is what its generator says, and the generator looks before it speaks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fa_fast.kernels import sgl_cuda, torch_cpu
+from fa_ref import ForwardMode, LayerKind
+
+ROOT = Path(__file__).parent.parent
+_spec = importlib.util.spec_from_file_location("support_table", ROOT / "tools" / "support_table.py")
+assert _spec is not None
+assert _spec.loader is not None
+support_table = importlib.util.module_from_spec(_spec)
+sys.modules["support_table"] = support_table  # dataclasses look their module up
+_spec.loader.exec_module(support_table)
+
+
+def feature(name: str):
+    (found,) = [f for f in support_table._features() if f.name.startswith(name)]
+    return found
+
+
+def test_the_readme_holds_the_table():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == support_table.with_support(readme), "run python tools/support_table.py --write"
+
+
+def test_every_forward_mode_has_a_row():
+    assert {mode for _, mode, _ in support_table.MODES} == set(ForwardMode)
+
+
+def test_planned_modes_and_kinds_ran_on_both_devices_and_the_rest_is_not_yet():
+    cell = support_table.mode_cell
+    assert cell(ForwardMode.MIXED, None, LayerKind.LOCAL) == "H200 + CPU"
+    assert cell(ForwardMode.DRAFT_EXTEND, None, LayerKind.FULL) == "not yet"
+    assert cell(ForwardMode.DECODE, None, LayerKind.CROSS) == "not yet"
+
+
+def test_what_a_capability_refuses_is_refused():
+    assert support_table.feature_cell(feature("fp32"), "cuda") == "refused"
+    assert support_table.feature_cell(feature("fp32"), "cpu") == "CPU"
+
+
+def test_what_no_gpu_test_runs_is_contract_only(monkeypatch):
+    sinks = feature("sinks")
+    assert support_table.feature_cell(sinks, "cuda") == "H200"
+    left = replace(support_table.gpu_tests(), arguments=support_table.gpu_tests().arguments - set(sinks.on_gpu))
+    monkeypatch.setattr(support_table, "gpu_tests", lambda: left)
+    assert support_table.feature_cell(sinks, "cuda") == "contract"
+
+
+def test_a_device_without_a_provider_is_not_yet():
+    assert support_table.feature_cell(feature("bf16"), "xpu") == "not yet"
+
+
+def test_a_wrong_cpu_provider_stops_the_table(monkeypatch):
+    right = torch_cpu.flash_attn_with_kvcache
+    monkeypatch.setattr(torch_cpu, "flash_attn_with_kvcache", lambda **arguments: 2 * right(**arguments))
+    with pytest.raises(AssertionError, match="torch_cpu is wrong"):
+        support_table.feature_cell(feature("bf16"), "cpu")
+
+
+def test_the_head_dims_of_the_gpu_tests_are_the_provider_s():
+    assert set(support_table.gpu_tests().head_dims) == sgl_cuda.CAPABILITY.head_dims
+
+
+def test_text_around_the_markers_stays():
+    text = f"before\n{support_table.BEGIN}\nold\n{support_table.END}\nafter\n"
+    renewed = support_table.with_support(text)
+    assert renewed.startswith("before\n")
+    assert renewed.endswith("\nafter\n")
+    assert "old" not in renewed
+
+
+@pytest.mark.parametrize("text", ["no markers", f"{support_table.BEGIN}", support_table.BEGIN * 2 + support_table.END])
+def test_a_document_without_both_markers_is_an_error(text):
+    with pytest.raises(SystemExit):
+        support_table.with_support(text)
