@@ -19,14 +19,16 @@ from fa_ref.api import (
     BadBatch,
     BadConfig,
     ForwardBatch,
+    TreePass,
     UnsupportedByProvider,
     layer_kind,
     window_left,
 )
-from fa_ref.api.checks import check_layer_inputs, check_window
+from fa_ref.api.bounds import write_slots
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_window
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
-from fa_ref.attention import AttentionState, merge
+from fa_ref.attention import AttentionState, attention, merge, wide
 from fa_ref.kernels import flash_attn_with_kvcache
 from fa_ref.oracle import masked_attention
 from fa_ref.planning import plan_batch
@@ -54,15 +56,12 @@ class FlashAttentionBackend:
     ) -> None:
         if provider not in (None, *PROVIDERS):
             raise BadConfig(f"provider {provider!r}; the reference has {', '.join(map(repr, PROVIDERS))}")
-        if topk > 1 or speculative_num_steps or speculative_step_id:
-            raise UnsupportedByProvider(
-                f"speculative decoding (topk={topk}, speculative_num_steps={speculative_num_steps}) is not planned "
-                "yet; leave these arguments at 0"
-            )
         self.config = BackendConfig.from_model_runner(runner)
         refuse_unplanned_config(self.config)
         self.provider = provider or "masks"
         self.skip_prefill = skip_prefill
+        self.speculative_step_id, self.topk = speculative_step_id, topk
+        self.speculative_num_steps = speculative_num_steps
         self.oracle_dtype = torch.float32  # set to torch.float64 for a finer oracle
         self._batch: ForwardBatch | None = None
         self._plan: AttentionPlan | None = None
@@ -79,7 +78,7 @@ class FlashAttentionBackend:
         batch = ForwardBatch.of(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
-        self._plan = plan_batch(batch, self.config)
+        self._plan = plan_batch(batch, self.config, self.speculative_step_id)
         self._batch = batch
 
     def forward(
@@ -121,8 +120,13 @@ class FlashAttentionBackend:
             return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
         state = empty_state(queries, layer.v_head_dim)
         for step in passes:
-            assert isinstance(step, AttentionPass)
-            state = merge(state, self._run(step, queries, layer, batch, sinks))
+            check_cut(step, layer)
+            if isinstance(step, TreePass) and self.config.tree_attention != "expand":
+                part = self._run_tree(step, queries, layer, batch, sinks)
+            else:
+                call = step.expanded() if isinstance(step, TreePass) else step
+                part = self._run(call, queries, layer, batch, sinks)
+            state = merge(state, part)
         return rearrange(state.out.to(q.dtype), "t h d -> t (h d)")
 
     def forward_decode(
@@ -146,14 +150,15 @@ class FlashAttentionBackend:
         raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
 
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
-        if batch.out_cache_loc is None:
+        loc = write_slots(batch, self.speculative_step_id, self.forward_metadata.num_tokens)
+        if loc is None:
             if k.numel() == 0:
                 return
             raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
         values = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-        pool.set_kv_buffer(layer, batch.out_cache_loc.long(), keys, values, layer.k_scale, layer.v_scale)
+        pool.set_kv_buffer(layer, loc.long(), keys, values, layer.k_scale, layer.v_scale)
 
     def _run(
         self, step: AttentionPass, q: Tensor, layer: Any, batch: ForwardBatch, sinks: Tensor | None
@@ -187,6 +192,28 @@ class FlashAttentionBackend:
         state = empty_state(q, layer.v_head_dim)
         state.out[rows], state.lse[rows] = out, lse
         return state
+
+    def _run_tree(
+        self, step: TreePass, q: Tensor, layer: Any, batch: ForwardBatch, sinks: Tensor | None
+    ) -> AttentionState:
+        """A tree pass, dense: gather each request's drafts and apply the mask as it is."""
+        pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        k_scale, v_scale = (head_scale(getattr(layer, name, None), q.device) for name in ("k_scale", "v_scale"))
+        by_request = rearrange(q.float(), "(r q) h d -> r q h d", q=step.mask.shape[1])
+        states = [
+            attention(
+                queries,
+                wide(keys[slots]) * (k_scale if keys.dtype == FP8 else 1),
+                wide(values[slots]) * (v_scale if values.dtype == FP8 else 1),
+                mask,
+                softmax_scale=layer.scaling,
+                logit_cap=getattr(layer, "logit_cap", 0.0) or 0.0,
+                sinks=sinks if step.takes_sinks else None,
+            )
+            for queries, slots, mask in zip(by_request, step.slots.long(), step.mask, strict=True)
+        ]
+        return AttentionState(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
 
 def empty_state(q: Tensor, v_head_dim: int) -> AttentionState:

@@ -41,6 +41,7 @@ class Case:
     k: Tensor  # [tokens, kv_heads * head_dim]
     v: Tensor  # [tokens, kv_heads * v_head_dim]
     sinks: Tensor | None  # [heads]
+    step: int = 0  # of draft decoding
     recipe: dict[str, Any]  # the arguments of make_case
 
     def like(self, **changes: Any) -> Case:
@@ -49,7 +50,7 @@ class Case:
 
     def run(self, package: Any, provider: str | None = None) -> Tensor:
         """The layer's output [tokens, heads * v_head_dim] from a package's backend; writes k and v."""
-        backend = package.FlashAttentionBackend(self.config, provider=provider)
+        backend = package.FlashAttentionBackend(self.config, speculative_step_id=self.step, provider=provider)
         backend.init_forward_metadata(self.batch)
         return backend.forward(self.q, self.k, self.v, self.layer, self.batch, sinks=self.sinks)
 
@@ -57,7 +58,7 @@ class Case:
         """What `run` should give, by definition. The keys must be written: call it after `run`."""
         queries = self.q.reshape(-1, self.layer.tp_q_head_num, self.layer.head_dim)
         return masked_attention(
-            queries, self.batch, self.layer, self.config, sinks=self.sinks, compute_dtype=compute_dtype
+            queries, self.batch, self.layer, self.config, sinks=self.sinks, step=self.step, compute_dtype=compute_dtype
         )
 
     def judge(self, result: Tensor) -> Verdict:

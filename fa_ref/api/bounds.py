@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fa_ref.api.batch import ForwardBatch
-from fa_ref.api.checks import new_tokens, req_to_token
+from fa_ref.api.checks import draft_steps, new_tokens, req_to_token
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.layer import window_left
 from fa_ref.api.modes import LayerKind
@@ -43,3 +45,11 @@ def decode_reach(kind: LayerKind, config: BackendConfig) -> int | None:
     if kind is LayerKind.SLIDING:
         return window_left(config) + config.page_size
     return config.attention_chunk_size if kind is LayerKind.LOCAL else None
+
+
+def write_slots(batch: ForwardBatch, step: int, tokens: int) -> Tensor | None:
+    """The slot of each query token: out_cache_loc, or its entries of one step when it is [request, branch, step]."""
+    loc, steps = batch.out_cache_loc, draft_steps(batch)
+    if loc is None or steps == 0 or loc.shape[0] == tokens:
+        return loc
+    return loc.view(tokens, steps)[:, step]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ref.api.batch import ForwardBatch, VerifyInput
+from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig, BadPageTable
 from fa_ref.api.layer import window_left
+from fa_ref.api.plan import AttentionPass, TreePass
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -37,6 +38,18 @@ def new_tokens(batch: ForwardBatch) -> int:
     raise BadBatch(
         f"{mode.name} needs extend_seq_lens_cpu or out_cache_loc to know its number of new tokens; both are None"
     )
+
+
+def draft_steps(batch: ForwardBatch) -> int:
+    """Steps whose slots a draft batch's out_cache_loc [request, branch, step] holds; 0 without drafting."""
+    return batch.spec_info.num_steps if isinstance(batch.spec_info, DraftInput) and batch.forward_mode.is_decode() else 0
+
+
+def columns_of_drafts(batch: ForwardBatch) -> int:
+    """Columns of req_to_token past seq_lens that the batch's draft tokens use."""
+    if batch.forward_mode.is_target_verify():
+        return _verify(batch).draft_token_num
+    return draft_steps(batch) if getattr(batch.spec_info, "topk", 0) == 1 else 0
 
 
 def _verify(batch: ForwardBatch) -> VerifyInput:
@@ -82,7 +95,7 @@ def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
 
 def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
     width = req_to_token(batch, config).shape[1]
-    drafts = batch.spec_info.draft_token_num if isinstance(batch.spec_info, VerifyInput) else 0
+    drafts = columns_of_drafts(batch)
     lens = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
     if lens is not None:
         if len(lens) != batch.batch_size:
@@ -102,8 +115,12 @@ def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
     if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
         _check_extend(batch, lens)
     tokens, loc = new_tokens(batch), batch.out_cache_loc
-    if loc is not None and batch.spec_info is None and loc.shape[0] != tokens:
-        raise BadBatch(f"out_cache_loc has {loc.shape[0]} slots for {tokens} new tokens; it must hold one slot a token")
+    slots = tokens * (draft_steps(batch) or 1)
+    if loc is not None and loc.shape[0] != slots:
+        raise BadBatch(
+            f"out_cache_loc has {loc.shape[0]} slots, this batch needs {slots}: one a new token, and when drafting one "
+            "a request, branch and step"
+        )
 
 
 def _check_extend(batch: ForwardBatch, lens: list[int] | None) -> None:
@@ -227,4 +244,13 @@ def check_window(layer: Any, config: BackendConfig) -> None:
         raise BadConfig(
             f"layer {layer.layer_id} has sliding_window_size {window_left(layer)}, the config {window_left(config)}; "
             "decode tables are cut to the config's window: set the config to the largest window of the model"
+        )
+
+
+def check_cut(step: AttentionPass | TreePass, layer: Any) -> None:
+    """Raise BadConfig if a pass was cut to another window than the layer's."""
+    if step.cut_to_window >= 0 and step.cut_to_window != window_left(layer):
+        raise BadConfig(
+            f"layer {layer.layer_id} has sliding_window_size {window_left(layer)}, the config {step.cut_to_window}; "
+            "drafts of a tree are planned for the config's window alone: give all window layers that size"
         )

@@ -30,6 +30,7 @@ class BackendConfig:
     is_hybrid_swa: bool = False  # window layers live in a second, smaller pool
     topk: int = 0  # branches of speculative decoding; 0 none
     num_draft_tokens: int = 0
+    tree_attention: str = "auto"  # how TreePasses run: "fused" with the merge, "expand" to a page table, or "auto"
     deterministic: bool = False  # a row's result does not depend on its neighbours
     req_to_token_pool: Any
     token_to_kv_pool: Any
@@ -37,6 +38,8 @@ class BackendConfig:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise BadConfig(f"page_size {self.page_size}; it must be at least 1")
+        if self.tree_attention not in ("auto", "fused", "expand"):
+            raise BadConfig(f"tree_attention {self.tree_attention!r}; supported: 'auto', 'fused', 'expand'")
         chunk = self.attention_chunk_size
         if chunk is not None and (chunk < 1 or chunk % self.page_size):
             raise BadConfig(

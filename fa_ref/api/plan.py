@@ -39,6 +39,7 @@ class AttentionPass:
     pool: str = "full"  # "full" or "swa": which pool the page ids belong to
     uses_window: bool = False  # the layer's sliding window still has to be applied by the kernel
     takes_sinks: bool = True  # exactly one pass of a merge does
+    cut_to_window: int = -1  # the keys are already those of this sliding_window_size, which the layer's must equal
     keys_are_new: bool = False  # every key is one of this step's own tokens, in query order
     token_index: Int32[Tensor, " tokens"] | None = None  # the query rows of this pass; None: all, in order
 
@@ -55,13 +56,47 @@ class AttentionPass:
 
 @dataclass(frozen=True, kw_only=True)
 class TreePass:
-    """Attention of each request's draft tokens over its own draft tokens, under an explicit mask."""
+    """Attention of each request's query tokens over its draft tokens, under an explicit mask.
 
-    slots: Int32[Tensor, "requests drafts"]  # pool slot of each draft token
+    The suffix of a cascade: the passes before it cover the keys that all queries share.
+    """
+
+    slots: Int32[Tensor, "requests drafts"]  # pool slot of each draft token, token-granular
     mask: Bool[Tensor, "requests queries drafts"]  # True: the query may see the draft token
-    cu_seqlens_q: Int32[Tensor, " requests_plus_1"]
     pool: str = "full"
     takes_sinks: bool = False
+    cut_to_window: int = -1  # as in AttentionPass
+    token_index: None = None  # query rows are request-major: request r has rows r * queries .. (r + 1) * queries
+
+    def expanded(self) -> AttentionPass:
+        """The same attention as a page table: one sequence a query row, listing the draft slots it sees.
+
+        Slots keep their order and stand without gaps at the front of a row; what follows them is not read.
+
+        >>> import torch
+        >>> slots = torch.tensor([[8, 9, 10]], dtype=torch.int32)
+        >>> mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+        >>> table = TreePass(slots=slots, mask=mask).expanded()
+        >>> [table.pages(i) for i in range(3)]
+        [[8], [8, 9], [8, 10]]
+        """
+        requests, queries, drafts = self.mask.shape
+        rows = self.mask.reshape(requests * queries, drafts)
+        order = torch.argsort((~rows).to(torch.int8), dim=1, stable=True)  # visible drafts first, in their order
+        slots = self.slots.repeat_interleave(queries, dim=0).gather(1, order)
+        device = self.slots.device
+        return AttentionPass(
+            page_table=slots,
+            cache_seqlens=rows.sum(dim=1).to(torch.int32),
+            cu_seqlens_q=torch.arange(requests * queries + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            max_seqlen_k=drafts,
+            causal=False,
+            page_size=1,
+            pool=self.pool,
+            takes_sinks=self.takes_sinks,
+            cut_to_window=self.cut_to_window,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +144,13 @@ class AttentionPlan:
 
 
 def _cells(step: AttentionPass | TreePass) -> tuple[str, ...]:
-    queries = int(step.cu_seqlens_q[-1])
     if isinstance(step, TreePass):
-        keys = str(step.slots.numel())
-        return ("tree " + str(step.slots.shape[0]), str(queries), keys, "1", step.pool, "mask", "-", "-")
+        requests, queries, drafts = step.mask.shape
+        keys, sinks = str(requests * drafts), "yes" if step.takes_sinks else "-"
+        return (f"{requests} trees", str(requests * queries), keys, "1", step.pool, "mask", "-", sinks)
     return (
         str(step.sequences),
-        str(queries),
+        str(int(step.cu_seqlens_q[-1])),
         str(int(step.cache_seqlens.sum())),
         str(step.page_size),
         step.pool,

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from fa_ref.api.batch import ForwardBatch
+from fa_ref.api.batch import ForwardBatch, VerifyInput
 from fa_ref.api.config import BackendConfig
-from fa_ref.api.errors import UnsupportedByProvider
+from fa_ref.api.errors import BadBatch, UnsupportedByProvider
 from fa_ref.api.layer import window_left
 from fa_ref.api.modes import ForwardMode, LayerKind
 
-PLANNED_MODES = (
-    ForwardMode.EXTEND,
-    ForwardMode.SPLIT_PREFILL,
-    ForwardMode.MIXED,
-    ForwardMode.DECODE,
-    ForwardMode.IDLE,
-)
+PLANNED_MODES = tuple(ForwardMode)
 
 
 def refuse_unplanned(batch: ForwardBatch) -> None:
-    """Raise UnsupportedByProvider for modes (and draft decoding) that no planner covers yet."""
-    mode = batch.forward_mode
-    if mode not in PLANNED_MODES:
-        raise UnsupportedByProvider(
-            f"forward mode {mode.name} is not planned yet; planned: {', '.join(m.name for m in PLANNED_MODES)}"
-        )
-    if batch.spec_info is not None and not mode.is_idle():
-        raise UnsupportedByProvider(
-            f"{mode.name} with spec_info={type(batch.spec_info).__name__} is not planned yet: speculative decoding "
-            "is missing; pass spec_info=None to decode without it"
-        )
+    """Raise BadBatch where spec_info does not belong to the forward mode."""
+    mode, info = batch.forward_mode, batch.spec_info
+    if mode.is_target_verify() and not isinstance(info, VerifyInput):
+        raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {info!r}")
+    if mode.is_decode() and isinstance(info, VerifyInput):
+        raise BadBatch("DECODE with spec_info=VerifyInput(...); draft decoding takes DraftInput, verifying TARGET_VERIFY")
 
 
 def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[LayerKind, str]]:

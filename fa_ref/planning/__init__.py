@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_ref.api import AttentionPlan, BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.checks import check_batch, new_tokens
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.decode import plan_decode
+from fa_ref.planning.draft import plan_draft
 from fa_ref.planning.extend import plan_extend
+from fa_ref.planning.verify import plan_verify
 
 
-def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
-    """The kernel calls of a batch, for every kind of layer that `config` has.
+def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPlan:
+    """The kernel calls of a batch, for every kind of layer that `config` has; `step` of draft decoding, from 0.
 
     Raises BadBatch or BadPageTable for a batch that contradicts itself, and UnsupportedByProvider for modes
     that are not planned. The twin in fa_fast builds the same plan on the device.
@@ -34,12 +36,21 @@ def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
     check_batch(batch, config)
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
-    if mode.is_idle():
-        passes = dict.fromkeys(kinds, ())
-    else:
-        planner = plan_decode if mode.is_decode() else plan_extend
-        passes = {kind: planner(batch, config, kind) for kind in kinds}
+    passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
     return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
+
+
+def _plan_kind(
+    batch: ForwardBatch, config: BackendConfig, kind: LayerKind, step: int
+) -> tuple[AttentionPass | TreePass, ...]:
+    mode = batch.forward_mode
+    if mode.is_idle():
+        return ()
+    if mode.is_target_verify():
+        return plan_verify(batch, config, kind)
+    if mode.is_decode():
+        return plan_decode(batch, config, kind) if batch.spec_info is None else plan_draft(batch, config, kind, step)
+    return plan_extend(batch, config, kind)
 
 
 __all__ = ["plan_batch"]
