@@ -95,9 +95,9 @@ def flash_attn_with_kvcache(
         row = i if cache_batch_idx is None else int(cache_batch_idx[i])
         keys, values = read(k_cache, row, int(lens[i])), read(v_cache, row, int(lens[i]))
         state = _one_sequence(
-            _descaled(packed[rows], q_descale, i),
-            _descaled(keys, k_descale, i),
-            _descaled(values, v_descale, i),
+            _descaled(packed[rows], q_descale, i, sequences),
+            _descaled(keys, k_descale, i, sequences),
+            _descaled(values, v_descale, i, sequences),
             None if packed_qv is None else wide(packed_qv[rows]),
             _mask(packed[rows], keys, causal, window_size, attention_chunk or 0),
             softmax_scale=softmax_scale,
@@ -150,12 +150,13 @@ def flash_attn_varlen_func(
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise BadBatch(f"cu_seqlens_q has {len(cu_seqlens_q)} entries, cu_seqlens_k {len(cu_seqlens_k)}")
     _check_heads(q, k, v)
+    sequences = len(cu_seqlens_q) - 1
     out_rows, lse_rows = _empty_result(q, v.shape[-1], out)
     for i, (rows, keys) in enumerate(zip(spans(cu_seqlens_q), spans(cu_seqlens_k), strict=True)):
         state = _one_sequence(
-            _descaled(q[rows], q_descale, i),
-            _descaled(k[keys], k_descale, i),
-            _descaled(v[keys], v_descale, i),
+            _descaled(q[rows], q_descale, i, sequences),
+            _descaled(k[keys], k_descale, i, sequences),
+            _descaled(v[keys], v_descale, i, sequences),
             None if qv is None else wide(qv[rows]),
             _mask(q[rows], k[keys], causal, window_size, attention_chunk),
             softmax_scale=softmax_scale,
@@ -237,13 +238,22 @@ def _dense_reader():
     return read
 
 
-def _descaled(values: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
+def _descaled(values: Tensor, descale: Tensor | None, sequence: int, sequences: int) -> Tensor:
     """Stored values as fp32: times the [sequences, kv_heads] descale of this sequence, if there is one."""
     if descale is None:
         return wide(values)
+    _check_descale(descale, sequences, values.shape[1])
     per_head = descale[sequence].float()  # one factor a key head; query heads share it in groups
     per_head = per_head.repeat_interleave(values.shape[1] // per_head.shape[0])
     return wide(values) * rearrange(per_head, "h -> h 1")
+
+
+def _check_descale(descale: Tensor, sequences: int, heads: int) -> None:
+    if descale.dim() != 2 or descale.shape[0] != sequences or heads % descale.shape[1]:
+        raise BadBatch(
+            f"a descale has shape {tuple(descale.shape)}; this call has {sequences} sequences and wants one factor a "
+            "(sequence, key head): expand the layer's scale to the call's own number of sequences"
+        )
 
 
 def _pack(q: Tensor, cu_seqlens_q: Tensor | None):

@@ -1,6 +1,7 @@
 """Pages that are written from the code when the site is built, so that they cannot disagree with it.
 
 generated/modes.md         the table of forward modes, from the members of ForwardMode
+generated/support.md       what was run on which device, from tools/support_table.py
 generated/capabilities.md  what each kernel provider can run, from its Capability record
 generated/api.md           every public name of both packages, side by side
 notebooks/                 the notebooks, since Sphinx reads nothing outside its own folder
@@ -13,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +80,17 @@ def capabilities_page() -> str:
             table(["", *(f"`{name}`" for name in names)], rows),
         ]
     )
+
+
+# ---- what was run, and where -----------------------------------------------------------------------------
+
+
+def support_page() -> str:
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "tools" / "support_table.py")
+    assert spec is not None and spec.loader is not None
+    tool = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return "# What was run, and where\n\n" + tool.support()
 
 
 # ---- the two packages side by side -----------------------------------------------------------------------
@@ -193,7 +206,7 @@ def directive(kind: str, head: str, content: str, colons: int) -> str:
 
 # ---- the build -------------------------------------------------------------------------------------------
 
-PAGES = {"modes": modes_page, "capabilities": capabilities_page, "api": api_page}
+PAGES = {"modes": modes_page, "support": support_page, "capabilities": capabilities_page, "api": api_page}
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -203,9 +216,12 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def inline_figures(notebook: str) -> str:
-    """The notebook with its SVG outputs as HTML: in the page, currentColor follows the theme."""
+def for_the_site(notebook: str, number: str) -> str:
+    """The notebook with its number in the title, and its SVG outputs as HTML: there currentColor follows the theme."""
     content = json.loads(notebook)
+    title = content["cells"][0]["source"]
+    title = title if isinstance(title, str) else "".join(title)
+    content["cells"][0]["source"] = title.replace("# ", f"# {number}: ", 1)
     for cell in content["cells"]:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
@@ -221,7 +237,8 @@ def write_pages(app: Sphinx) -> None:
     kept = set()
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         copy = source / "notebooks" / notebook.name
-        write_if_changed(copy, inline_figures(notebook.read_text(encoding="utf-8")))
+        text = notebook.read_text(encoding="utf-8")
+        write_if_changed(copy, for_the_site(text, notebook.stem.split("_")[0]))
         kept.add(copy)
     for stale in set((source / "notebooks").glob("*.ipynb")) - kept:
         stale.unlink()

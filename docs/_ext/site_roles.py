@@ -1,12 +1,16 @@
 """Two words the pages use: {nb}`09` links the notebook of that number, {picture} draws with fa_ref.show.
 
+And long names in code may break after a dot or an underscore, so that tables of names fit a page.
+
 Notebooks are named by number because the number is what the text means; a number without a notebook is a warning, and
 the build turns warnings into errors. Pictures are drawn when the site is built, so they show what the code does.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pictures
 from docutils import nodes
@@ -49,7 +53,17 @@ class PictureDirective(Directive):
         return [figure]
 
 
+def breakable(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Long names in code with places to break; <wbr> leaves no character behind when copied."""
+
+    def broken(match: re.Match[str]) -> str:
+        return match[1] + re.sub(r"(?<=\w)([._]+)(?=\w)", r"\1<wbr>", match[2]) + match[3]
+
+    context["body"] = re.sub(r'(<span class="pre">)([\w.]{16,})(</span>)', broken, context.get("body", ""))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("nb", NotebookRole())
     app.add_directive("picture", PictureDirective)
+    app.connect("html-page-context", breakable)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -56,7 +56,7 @@ def virtual_batch_count(new_lens: list[int], seq_lens: list[int], chunk: int) ->
 
 def virtual_batch_bound(requests: int, tokens: int, chunk: int) -> int:
     """The most virtual batches that `tokens` new tokens of `requests` requests can make."""
-    return min(tokens, 2 * requests + tokens // chunk)
+    return min(tokens, 2 * requests + max(0, tokens - 2 * requests) // chunk)  # two partial chunks a request
 
 
 def local_pass(whole: AttentionPass, batch: ForwardBatch, chunk: int) -> AttentionPass:
