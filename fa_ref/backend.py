@@ -116,7 +116,15 @@ class FlashAttentionBackend:
             self._write_kv(k, v, layer, batch)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if self.provider == "masks":
-            oracle = masked_attention(queries, batch, layer, self.config, sinks=sinks, compute_dtype=self.oracle_dtype)
+            oracle = masked_attention(
+                queries,
+                batch,
+                layer,
+                self.config,
+                sinks=sinks,
+                step=self.speculative_step_id,
+                compute_dtype=self.oracle_dtype,
+            )
             return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
         state = empty_state(queries, layer.v_head_dim)
         for step in passes:

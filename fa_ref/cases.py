@@ -16,12 +16,14 @@ from torch import Tensor
 from fa_ref.api import (
     AttentionLayer,
     BackendConfig,
+    DraftInput,
     ForwardBatch,
     ForwardMode,
     LayerKind,
     MHAKVPool,
     ReqToTokenPool,
     SWAKVPool,
+    VerifyInput,
 )
 from fa_ref.api.checks import req_to_token
 from fa_ref.api.pools import FP8
@@ -97,12 +99,21 @@ def make_case(
     hybrid: bool = False,
     deterministic: bool = False,
     context_len: int | None = None,
+    topk: int = 0,
+    num_steps: int = 3,
+    step: int = 0,
+    trees: Sequence[Sequence[int]] | None = None,
+    draft_token_num: int = 0,
+    tree_attention: str = "auto",
     host_lengths: bool = True,
     poison: bool = True,
     device: str = "cpu",
     seed: int = 0,
 ) -> Case:
     """A problem with requests of prefix_lens cached and new_lens new tokens (DECODE: new_lens are all 1).
+
+    Speculation: DECODE with topk >= 1 is `step` of a draft of num_steps, TARGET_VERIFY takes a chain of
+    draft_token_num tokens a request, or `trees`: the parent of every draft token, -1 for the root, one list a request.
 
     window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
     where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
@@ -115,13 +126,18 @@ def make_case(
     recipe = dict(locals())
     gen = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)  # large tensors are drawn where they live
-    new = [1] * len(prefix_lens) if mode.is_decode() else list(new_lens)
+    drafting, verifying = mode.is_decode() and topk > 0, mode.is_target_verify()
+    drafts = len(trees[0]) if trees else draft_token_num
+    new = [drafts] * len(prefix_lens) if verifying else [1] * len(prefix_lens) if mode.is_decode() else list(new_lens)
+    if drafting:
+        new = [num_steps if topk == 1 else 0] * len(prefix_lens)  # in req_to_token; other branches live beside it
     total = [p + n for p, n in zip(prefix_lens, new, strict=True)]
     context = context_len or max([*total, 1])
     kv_dtype = kv_dtype or dtype
 
+    branch_slots = topk * num_steps if drafting and topk > 1 else 0
     owned = [-(-t // page_size) for t in total]  # pages of each request
-    size = (3 * sum(owned) + 3) * page_size
+    size = (3 * (sum(owned) + len(total) * -(-branch_slots // page_size)) + 3) * page_size
     geometry: dict[str, Any] = dict(
         page_size=page_size, dtype=kv_dtype, head_num=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         layer_num=1, device=device,
@@ -137,7 +153,7 @@ def make_case(
             swa_layer_ids=[0] if kind is not LayerKind.FULL else [1],
         )
     indices = rows.alloc(len(total) + 2)[::-1][: len(total)]
-    slots = _place(rows, kv, indices, total, owned, page_size, gen)
+    slots, spare = _place(rows, kv, indices, total, owned, page_size, gen)
 
     config = BackendConfig(
         device=device,
@@ -149,6 +165,9 @@ def make_case(
         attention_chunk_size=chunk if kind is LayerKind.LOCAL else None,
         is_hybrid_swa=hybrid,
         deterministic=deterministic,
+        topk=topk,
+        num_draft_tokens=drafts,
+        tree_attention=tree_attention,
         req_to_token_pool=rows,
         token_to_kv_pool=kv,
     )
@@ -165,26 +184,58 @@ def make_case(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    _fill(kv, layer, slots, prefix_lens, poison, on_device)
+    written = list(prefix_lens)
+    if drafting and topk == 1:
+        written = [p + step for p in prefix_lens]
+    elif branch_slots:  # branches own scattered slots, those of earlier steps already written
+        branches = spare[torch.randperm(len(spare), generator=gen)[: len(total) * branch_slots]].to(device)
+        earlier = branches.view(-1, num_steps)[:, :step].flatten()
+        slots, written = [*slots, torch.cat([earlier, branches])], [*written, len(earlier)]
+    _fill(kv, layer, slots, written, poison, on_device)
 
-    lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (total, new, prefix_lens))
+    past = prefix_lens if drafting or verifying else total
+    lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (past, new, prefix_lens))
+    loc = torch.cat([s[p:] for s, p in zip(slots, prefix_lens, strict=False)] or [lens])
+    spec_info: DraftInput | VerifyInput | None = None
+    if drafting:
+        spec_info = DraftInput(topk=topk, num_steps=num_steps)
+        loc = branches if branch_slots else loc
+    elif verifying:
+        spec_info = VerifyInput(draft_token_num=drafts, topk=2 if trees else 1, custom_mask=None)
+        if trees:
+            spec_info = replace(spec_info, custom_mask=_custom_mask(trees, prefix_lens).to(device))
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=len(total),
         req_pool_indices=torch.tensor(indices, dtype=torch.int64, device=device),
         seq_lens=lens,
         seq_lens_cpu=lens.cpu() if host_lengths else None,
-        out_cache_loc=torch.cat([s[p:] for s, p in zip(slots, prefix_lens, strict=True)] or [lens]),
+        out_cache_loc=loc,
         extend_seq_lens=news,
         extend_seq_lens_cpu=new if host_lengths else None,
         extend_prefix_lens=prefixes,
         extend_prefix_lens_cpu=list(prefix_lens) if host_lengths else None,
+        spec_info=spec_info,
     )
-    tokens = sum(new)
+    tokens = len(total) * topk if drafting else sum(new)
     widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)
     q, k, v = (torch.randn(tokens, n, generator=on_device, device=device).to(dtype) for n in widths)
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
-    return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, recipe=recipe)
+    return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, step=step, recipe=recipe)
+
+
+def _custom_mask(trees: Sequence[Sequence[int]], prefix_lens: Sequence[int]) -> Tensor:
+    """Flat: for each request, a row a draft of prefix columns (all visible) and draft columns (ancestors, itself)."""
+    parts = []
+    for parents, prefix in zip(trees, prefix_lens, strict=True):
+        mask = torch.zeros(len(parents), prefix + len(parents), dtype=torch.bool)
+        mask[:, :prefix] = True
+        for draft, parent in enumerate(parents):
+            if parent >= 0:
+                mask[draft] |= mask[parent]
+            mask[draft, prefix + draft] = True
+        parts.append(mask.flatten())
+    return torch.cat(parts)
 
 
 def _place(
@@ -195,8 +246,11 @@ def _place(
     owned: list[int],
     page_size: int,
     gen: torch.Generator,
-) -> list[Tensor]:
-    """Give each request random pages, fill its row of req_to_token, and (two pools) map them across."""
+) -> tuple[list[Tensor], Tensor]:
+    """Give each request random pages, fill its row of req_to_token, and (two pools) map them across.
+
+    Returns the slots of each request, and the slots that are left.
+    """
     pages = 1 + torch.randperm(kv.size // page_size, generator=gen)
     offsets = torch.arange(page_size)
     slots, start = [], 0
@@ -212,7 +266,7 @@ def _place(
         kv.full_to_swa_index_mapping[full.to(kv.full_to_swa_index_mapping.device)] = swa.to(
             kv.full_to_swa_index_mapping
         )
-    return slots
+    return slots, (pages[start:, None] * page_size + offsets).flatten()
 
 
 def _fill(
