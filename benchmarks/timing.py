@@ -117,10 +117,17 @@ def clock_rounds(*works: Work) -> list[list[float]]:
 
 
 def read_ceiling_bytes_per_us() -> float:
-    """Bytes a microsecond of reading 4 GB with one large reduction: the ceiling for bandwidth rows."""
-    data = torch.randn(2**31, dtype=torch.bfloat16, device="cuda")
-    (rounds,) = gpu_rounds(lambda: torch.amax(data))
-    return data.numel() * 2 / statistics.median(rounds)
+    """Bytes a microsecond of reading 4 GB in the fastest of some large reductions: the ceiling for bandwidth rows."""
+    data = torch.randn(2**30, device="cuda")
+    works = [
+        data.amax,
+        data.sum,
+        lambda: data.view(2**12, -1).amax(dim=1),
+        lambda: data.view(2**16, -1).amax(dim=1),
+        lambda: data.view(2**16, -1).sum(dim=1),
+    ]
+    fastest = min(statistics.median(rounds) for rounds in gpu_rounds(*works))
+    return data.numel() * data.element_size() / fastest
 
 
 def matmul_ceiling_flop_per_us() -> float:

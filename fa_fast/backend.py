@@ -73,7 +73,7 @@ class FlashAttentionBackend:
         self.provider = self.kernels.CAPABILITY.provider
         self.skip_prefill = skip_prefill
         self._num_splits = 1 if self.config.deterministic else 0
-        self._geometries: dict[int, tuple[Any, _Geometry]] = {}  # by layer id, with the layer it belongs to
+        self._geometries: dict[tuple[int, torch.dtype, bool], tuple[Any, _Geometry]] = {}  # and the layer each is of
         self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
         self._plan: AttentionPlan | None = None
 
@@ -117,9 +117,12 @@ class FlashAttentionBackend:
         save_kv_cache: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v to the cache, then attend. k and v None: attend to the cache as it is."""
+        """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
+
+        k and v None: attend to the cache as it is.
+        """
         plan = self.forward_metadata
-        check_layer_inputs(q, k, v, layer, plan.num_tokens)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         geometry = self._geometry(layer, q.dtype, sinks)
         passes = plan.for_kind(geometry.kind)
         pool = getattr(forward_batch, "token_to_kv_pool", None) or self.config.token_to_kv_pool
@@ -156,7 +159,8 @@ class FlashAttentionBackend:
 
     def _geometry(self, layer: Any, dtype: torch.dtype, sinks: Tensor | None) -> _Geometry:
         """The layer's geometry, checked against the provider the first time it is seen."""
-        known = self._geometries.get(layer.layer_id)
+        key = (layer.layer_id, dtype, sinks is not None)
+        known = self._geometries.get(key)
         if known is not None and known[0] is layer:
             return known[1]
         check_window(layer, self.config)
@@ -179,7 +183,7 @@ class FlashAttentionBackend:
             sinks=sinks is not None,
             window=geometry.kind is LayerKind.SLIDING,
         )
-        self._geometries[layer.layer_id] = (layer, geometry)
+        self._geometries[key] = (layer, geometry)
         return geometry
 
     def _run(

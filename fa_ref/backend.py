@@ -106,7 +106,10 @@ class FlashAttentionBackend:
         save_kv_cache: bool = True,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v to the cache, then attend. k and v None: attend to the cache as it is."""
+        """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
+
+        k and v None: attend to the cache as it is.
+        """
         plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
         check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         kind = layer_kind(layer, self.config.attention_chunk_size)

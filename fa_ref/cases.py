@@ -40,8 +40,8 @@ class Case:
     batch: ForwardBatch
     layer: AttentionLayer
     q: Tensor  # [tokens, heads * head_dim]
-    k: Tensor  # [tokens, kv_heads * head_dim]
-    v: Tensor  # [tokens, kv_heads * v_head_dim]
+    k: Tensor | None  # [tokens, kv_heads * head_dim]; k and v None: attend to the cache as it is
+    v: Tensor | None  # [tokens, kv_heads * v_head_dim]
     sinks: Tensor | None  # [heads]
     step: int = 0  # of draft decoding
     recipe: dict[str, Any]  # the arguments of make_case
@@ -94,8 +94,8 @@ def make_case(
     chunk: int = 8,
     softcap: float = 0.0,
     sinks: bool = False,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     hybrid: bool = False,
     deterministic: bool = False,
     context_len: int | None = None,

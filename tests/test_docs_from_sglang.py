@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fa_fast
-import fa_ref
 import pytest
 import torch
+
+import fa_fast
+import fa_ref
 from fa_fast.kernels.select import provider_for
 from fa_ref import DraftInput, ForwardMode, LayerKind, UnsupportedByProvider, VerifyInput
 from fa_ref.cases import make_case
-
 from tests.support import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,8 @@ SGLANG_0_5_4_XPU_BACKEND = {
         _init_local_attn_metadata _init_sliding_window_attn_spec_metadata""",
     "functions it calls": """make_local_attention_virtual_batches merge_state_v2_wrapper merge_state_v2
         prepare_swa_spec_page_table_triton flash_attn_varlen_func flash_attn_with_kvcache""",
-    "metadata": """swa_spec_metadata encoder_lens_int32 encoder_cu_seqlens_k encoder_max_seq_len_k encoder_page_table""",
+    "metadata": """swa_spec_metadata encoder_lens_int32 encoder_cu_seqlens_k encoder_max_seq_len_k
+        encoder_page_table""",
     "attributes": """forward_metadata_spec_decode_expand kv_cache_dtype kv_cache_dtype_str is_hybrid
         full_to_swa_index_mapping speculative_num_draft_tokens speculative_step_id sliding_window_size has_swa""",
     "branches": """is_decode_or_idle is_extend_or_draft_extend_or_mixed use_cascade_attn is_swa metadata_expand causal
@@ -60,7 +61,8 @@ SGLANG_0_5_4_XPU_BACKEND = {
         mha_return_lse req_to_token_pool token_to_kv_pool""",
     "layer": """layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim v_head_dim scaling logit_cap use_irope
         is_cross_attention k_scale v_scale""",
-    "pools and arguments": "get_kv_buffer get_key_buffer set_kv_buffer set_mla_kv_buffer save_kv_cache q_rope k_rope qv",
+    "pools and arguments": """get_kv_buffer get_key_buffer set_kv_buffer set_mla_kv_buffer save_kv_cache q_rope k_rope
+        qv""",
 }
 
 
@@ -101,7 +103,9 @@ def names(groups: dict[str, str]) -> list[str]:
     return [name for group in groups.values() for name in group.split()]
 
 
-@pytest.mark.parametrize("groups", [SGLANG_0_4_5_FLASHATTENTION_BACKEND, SGLANG_0_5_4_XPU_BACKEND], ids=["0.4.5", "0.5.4"])
+@pytest.mark.parametrize(
+    "groups", [SGLANG_0_4_5_FLASHATTENTION_BACKEND, SGLANG_0_5_4_XPU_BACKEND], ids=["0.4.5", "0.5.4"]
+)
 def test_every_name_of_both_files_is_on_the_page(groups):
     left = set(re.findall(r"\w+", " ".join(row[0] for row in ROWS)))
     assert [name for name in names(groups) if name not in left] == []
@@ -112,9 +116,9 @@ def test_every_symbol_exists(path):
     # ReqToTokenPool and the backends set some attributes when they are made, so those have no class attribute.
     made = {
         "fa_ref.ReqToTokenPool.req_to_token": lambda: fa_ref.ReqToTokenPool(size=1, context_len=1).req_to_token,
-        "fa_ref.SWAKVPool.full_to_swa_index_mapping": lambda: make_case(
-            hybrid=True
-        ).config.token_to_kv_pool.full_to_swa_index_mapping,
+        "fa_ref.SWAKVPool.full_to_swa_index_mapping": lambda: (
+            make_case(hybrid=True).config.token_to_kv_pool.full_to_swa_index_mapping
+        ),
     }
     assert (made[path]() if path in made else resolve(path)) is not None
 
@@ -201,7 +205,11 @@ def test_what_the_page_calls_missing_is_refused(name, package):
 
 
 def test_a_wrong_symbol_would_be_noticed():
-    for path in ("fa_ref.AttentionPass.cu_seqlens_z", "fa_fast.planning.nothing", "fa_ref.planning.decode.plan_nothing"):
+    for path in (
+        "fa_ref.AttentionPass.cu_seqlens_z",
+        "fa_fast.planning.nothing",
+        "fa_ref.planning.decode.plan_nothing",
+    ):
         with pytest.raises((AttributeError, ImportError)):
             resolve(path)
 

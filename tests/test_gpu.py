@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 FP8 = torch.float8_e4m3fn
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
-PAGE_SIZES = [1, 3, 16, 64, 128]
+PAGE_SIZES = [1, 3, 5, 16, 64, 128]
 KINDS = [LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL]
 RAGGED = dict(prefix_lens=[0, 1, 127, 128, 513, 700, 0], new_lens=[1, 130, 1, 129, 64, 3, 0])
 
@@ -36,7 +36,7 @@ def check(case):
 
 
 def chunk_for(page_size):
-    return 128 if 128 % page_size == 0 else 129
+    return next(chunk for chunk in (128, 129, 125) if chunk % page_size == 0)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE], ids=lambda m: m.name)
@@ -151,6 +151,27 @@ def test_prefill_without_prefix_takes_keys_as_given(kind):
     )  # fmt: skip
     check(case)
     assert fa_fast.plan_batch(case.batch, case.config).for_kind(kind)[0].keys_are_new
+
+
+def test_every_kind_of_layer_idles():
+    for kind in KINDS:
+        case = make_case(
+            ForwardMode.IDLE, kind=kind, prefix_lens=[], new_lens=[], heads=8, head_dim=64, dtype=torch.bfloat16,
+            device="cuda",
+        )  # fmt: skip
+        assert case.run(fa_fast).shape == (0, 8 * 64)
+
+
+def test_a_length_beyond_its_row_reads_no_other_request():
+    """Without host lengths there is nothing to check on the host: the length is cut to the row."""
+    for page_size in (1, 16):
+        case = make_case(
+            ForwardMode.DECODE, page_size=page_size, prefix_lens=[63, 63], heads=8, kv_heads=2, head_dim=64,
+            dtype=torch.bfloat16, host_lengths=False, device="cuda",
+        )  # fmt: skip
+        right = case.run(fa_fast)
+        case.batch.seq_lens[0] = 100
+        assert torch.equal(case.run(fa_fast), right)
 
 
 def test_planning_and_running_never_wait_for_the_device():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from fa_fast.kernels import sgl_cuda, torch_cpu
 from fa_ref import ForwardMode, LayerKind
 

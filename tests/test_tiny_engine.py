@@ -3,7 +3,6 @@
 import importlib.util
 from functools import cache, partial
 
-import jinja2
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +10,14 @@ from hypothesis import strategies as st
 
 import fa_fast
 import fa_ref
-from tiny_engine import Engine, Model, PageCache, Tokenizer, open_gguf
-from tiny_engine.model import rope
-from tiny_engine.tokenizer import WORDS, byte_characters
-from tiny_engine.weights import INSTALL, field
+
+jinja2 = pytest.importorskip("jinja2")
+pytest.importorskip("gguf", reason="the demo extra is not installed")
+
+from tiny_engine import Engine, Model, PageCache, Tokenizer, open_gguf  # noqa: E402
+from tiny_engine.model import rope  # noqa: E402
+from tiny_engine.tokenizer import WORDS, byte_characters  # noqa: E402
+from tiny_engine.weights import INSTALL, field  # noqa: E402
 
 BACKENDS = {
     "masks": partial(fa_ref.FlashAttentionBackend, provider="masks"),

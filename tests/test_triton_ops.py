@@ -39,7 +39,7 @@ def test_gather_pages_equals_its_definition(device, page_size, left, chunk, mapp
     requests, positions = 7, 300
     slots = _ints(4000, (requests + 2, positions + 5), 1)[:, :positions].to(device)  # a strided table
     rows = torch.randperm(requests + 2, generator=_generator(2))[:requests].to(device)
-    lens = torch.tensor([0, 1, 2, 47, 48, 49, 300], device=device)
+    lens = torch.tensor([0, 1, 2, 47, 48, 300, 333], device=device)  # the last is longer than its row
     mapping = _ints(4000, (4000,), 3).to(device) if mapped else None
     for width in {1, 3, -(-positions // page_size)}:
         for index_dtype in (torch.int32, torch.int64):

@@ -38,6 +38,12 @@ def three_spaces() -> Picture:
     """Request A of the running example: its positions in the pool, and its row of the page table."""
     case = _example()
     row = case.config.req_to_token_pool.req_to_token[case.batch.req_pool_indices[0], :8]
-    pool = show.pool_strip({"A": row}, page_size=4, slots=40, title="slots of the pool; a cell shows the position it holds")
+    pool = show.pool_strip(
+        {"A": row}, page_size=4, slots=40, title="slots of the pool; a cell shows the position it holds"
+    )
     table = show.page_table([(row[::4] // 4).tolist()], lens=torch.tensor([8]), page_size=4, title="its page table")
     return show.stacked(pool, table)
+
+
+if __name__ == "__main__":  # python docs/_ext/pictures.py > docs/_static/overview.svg
+    print(overview()._repr_svg_())

@@ -1,6 +1,6 @@
 """Two words the pages use: {nb}`09` links the notebook of that number, {picture} draws with fa_ref.show.
 
-And long names in code may break after a dot or an underscore, so that tables of names fit a page.
+And long names in code may break after a dot, an underscore or a word, so that tables of names fit a page.
 
 Notebooks are named by number because the number is what the text means; a number without a notebook is a warning, and
 the build turns warnings into errors. Pictures are drawn when the site is built, so they show what the code does.
@@ -57,7 +57,7 @@ def breakable(app: Sphinx, pagename: str, templatename: str, context: dict[str, 
     """Long names in code with places to break; <wbr> leaves no character behind when copied."""
 
     def broken(match: re.Match[str]) -> str:
-        return match[1] + re.sub(r"(?<=\w)([._]+)(?=\w)", r"\1<wbr>", match[2]) + match[3]
+        return match[1] + re.sub(r"(?<=\w[._])(?=\w)|(?<=[a-z])(?=[A-Z])", "<wbr>", match[2]) + match[3]
 
     context["body"] = re.sub(r'(<span class="pre">)([\w.]{16,})(</span>)', broken, context.get("body", ""))
 

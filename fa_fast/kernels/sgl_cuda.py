@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
         **optional,
         **arguments,
     )
-    return _result(result, dtype, return_softmax_lse, out)
+    return _result(result, dtype, return_softmax_lse, out, sinks)
 
 
 def flash_attn_varlen_func(
@@ -102,7 +102,7 @@ def flash_attn_varlen_func(
     optional = {"sinks": _sinks(sinks), "out": out}
     optional = {name: value for name, value in optional.items() if value is not None}
     result = _fa3().flash_attn_varlen_func(q=q, return_softmax_lse=return_softmax_lse, **optional, **arguments)
-    return _result(result, q.dtype, return_softmax_lse, out)
+    return _result(result, q.dtype, return_softmax_lse, out, sinks)
 
 
 def get_scheduler_metadata(
@@ -158,9 +158,15 @@ def _sinks(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.to(torch.bfloat16)
 
 
-def _result(result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+def _result(
+    result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None, sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
     answer, lse = (result[0], result[1]) if return_lse else (result, None)
     answer = answer if answer.dtype == dtype else answer.to(dtype)  # fp8 queries come back as bf16
     if out is not None and answer.data_ptr() != out.data_ptr():
         answer = out.copy_(answer)
-    return answer if lse is None else (answer, lse.transpose(-1, -2))
+    if lse is None:
+        return answer
+    if sinks is not None:  # FA3 forgets the sink of a row without keys; a merge would lose it
+        lse = torch.where(lse.isneginf(), sinks.float()[:, None], lse)
+    return answer, lse.transpose(-1, -2)

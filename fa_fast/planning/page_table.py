@@ -22,7 +22,8 @@ def paged_view(
     slots = req_to_token(batch, config)
     whole = left < 0 and chunk == 0
     if whole and pool == "full" and config.page_size == 1:
-        return slots, batch.req_pool_indices.to(torch.int32), batch.seq_lens.to(torch.int32)
+        lens = batch.seq_lens if batch.seq_lens_cpu is not None else batch.seq_lens.clamp(max=slots.shape[1])
+        return slots, batch.req_pool_indices.to(torch.int32), lens.to(torch.int32)
     pages = -(-slots.shape[1] // config.page_size)
     kv_pool: Any = batch.token_to_kv_pool or config.token_to_kv_pool
     table, lens = gather_pages(
@@ -71,6 +72,7 @@ def gather_pages_torch(
     mapping: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """slots int32 [rows, positions]; left, chunk as in `paged_view`; mapping int [full slots] or None."""
+    seq_lens = seq_lens.clamp(max=slots.shape[1])  # a length beyond the row must not reach the next one
     last = (seq_lens - 1).clamp(min=0)
     first = torch.zeros_like(last)
     if left >= 0:

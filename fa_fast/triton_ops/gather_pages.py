@@ -11,11 +11,11 @@ from torch import Tensor
 @triton.jit
 def _kernel(
     slots, rows, seq_lens, mapping, table, lens,
-    slots_stride, pages, width, page_size, left, chunk,
+    slots_stride, positions, width, page_size, left, chunk,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
-    seq_len = tl.load(seq_lens + request).to(tl.int32)
+    seq_len = tl.minimum(tl.load(seq_lens + request), positions).to(tl.int32)  # never into the next row
     last = tl.maximum(seq_len - 1, 0)
     first = tl.where(left >= 0, tl.maximum(last - left, 0), 0)
     first = tl.where(chunk > 0, last // tl.maximum(chunk, 1) * chunk, first)
@@ -24,6 +24,7 @@ def _kernel(
         tl.store(lens + request, seq_len - first_page * page_size)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    pages = (positions + page_size - 1) // page_size
     position = tl.minimum(first_page + column, pages - 1) * page_size
     row = tl.load(rows + request).to(tl.int64)  # rows times width can pass 2**31
     slot = tl.load(slots + row * slots_stride + position, mask=inside, other=0)
@@ -49,10 +50,9 @@ def gather_pages(
     if requests == 0:
         return table, lens
     block = min(1024, triton.next_power_of_2(max(width, 1)))
-    pages = triton.cdiv(slots.shape[1], page_size)
     _kernel[(requests, max(1, triton.cdiv(width, block)))](
         slots, rows, seq_lens, slots if mapping is None else mapping, table, lens,
-        slots.stride(0), pages, width, page_size, left, chunk,
+        slots.stride(0), slots.shape[1], width, page_size, left, chunk,
         MAPPED=mapping is not None, BLOCK=block,
     )  # fmt: skip
     return table, lens

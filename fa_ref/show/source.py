@@ -27,7 +27,8 @@ class Source:
     def _repr_html_(self) -> str:
         body = "\n".join(_marked(self.code))
         return (
-            f'<pre style="font-family:monospace;line-height:1.35;overflow-x:auto"><span style="opacity:.65"># {escape(self.name)}</span>\n'
+            '<pre style="font-family:monospace;line-height:1.35;overflow-x:auto">'
+            f'<span style="opacity:.65"># {escape(self.name)}</span>\n'
             f"{body}</pre>"
         )
 

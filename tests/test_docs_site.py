@@ -1,0 +1,68 @@
+"""What the pages say in numbers and names is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from fa_ref.api import FaError, errors
+from fa_ref.cases import make_case
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+_spec = importlib.util.spec_from_file_location("pictures", DOCS / "_ext" / "pictures.py")
+assert _spec is not None
+assert _spec.loader is not None
+pictures = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pictures)
+
+NOTEBOOKS = sorted(path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def named(text: str) -> set[str]:
+    """The numbers of the notebooks that a page links."""
+    return set(re.findall(r"\{nb\}`(\d\d)`", text))
+
+
+def test_the_picture_of_the_readme_is_the_one_the_code_draws():
+    committed = (DOCS / "_static" / "overview.svg").read_text(encoding="utf-8")
+    assert committed == pictures.overview()._repr_svg_() + "\n", (
+        "run python docs/_ext/pictures.py > docs/_static/overview.svg"
+    )
+
+
+def test_the_glossary_s_example_is_the_running_example():
+    case = make_case()
+    row = case.config.req_to_token_pool.req_to_token[case.batch.req_pool_indices[0], :8].tolist()
+    text = page("glossary")
+    assert f"`{row}`" in text
+    slot = row[5]
+    assert f"Position 5 is in slot {slot}, which is offset {slot % 4} of page {slot // 4}" in text
+    assert f"`[{row[0]} // 4, {row[4]} // 4]` = `{[row[0] // 4, row[4] // 4]}`" in text
+
+
+def test_every_notebook_is_on_a_reading_path():
+    assert named(page("reading-paths")) == set(NOTEBOOKS)
+
+
+@pytest.mark.parametrize("name", ["index", "glossary", "errors", "reading-paths", "from-sglang"])
+def test_every_notebook_a_page_names_exists(name):
+    assert named(page(name)) <= set(NOTEBOOKS)
+
+
+def test_every_error_has_a_row():
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, FaError)}
+    assert set(re.findall(r"^\| `(\w+)`", page("errors"), re.MULTILINE)) == raised - {"FaError"}
+
+
+def test_every_page_is_in_the_contents():
+    contents = page("index")
+    pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
+    assert {name for name in pages if not re.search(rf"^{name}$", contents, re.MULTILINE)} == set()
