@@ -16,18 +16,27 @@ if TYPE_CHECKING:
     from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
     from fa_fast.planning import plan_batch
     from fa_fast.planning.local import make_local_attention_virtual_batches
+    from fa_fast.speculative import build_tree, compact_kv, grow, select, start, verify_greedy, verify_sampled
     from fa_ref.api import *
 
 _HOME = {
     "FlashAttentionBackend": "fa_fast.backend",
+    "build_tree": "fa_fast.speculative",
+    "compact_kv": "fa_fast.speculative",
     "flash_attn_varlen_func": "fa_fast.functional",
     "flash_attn_with_kvcache": "fa_fast.functional",
+    "grow": "fa_fast.speculative",
     "make_local_attention_virtual_batches": "fa_fast.planning.local",
     "merge_state": "fa_fast.functional",
     "plan_batch": "fa_fast.planning",
+    "select": "fa_fast.speculative",
+    "start": "fa_fast.speculative",
+    "verify_greedy": "fa_fast.speculative",
+    "verify_sampled": "fa_fast.speculative",
 }
 
 __all__ = [
+    "Accepted",
     "AttentionLayer",
     "AttentionPass",
     "AttentionPlan",
@@ -35,7 +44,9 @@ __all__ = [
     "BadBatch",
     "BadConfig",
     "BadPageTable",
+    "DraftBeams",
     "DraftInput",
+    "DraftTree",
     "FaError",
     "FlashAttentionBackend",
     "ForwardBatch",
@@ -49,12 +60,19 @@ __all__ = [
     "TreePass",
     "UnsupportedByProvider",
     "VerifyInput",
+    "build_tree",
+    "compact_kv",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "grow",
     "layer_kind",
     "make_local_attention_virtual_batches",
     "merge_state",
     "plan_batch",
+    "select",
+    "start",
+    "verify_greedy",
+    "verify_sampled",
     "window_left",
     "window_of_tokens",
 ]

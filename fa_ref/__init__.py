@@ -17,17 +17,26 @@ if TYPE_CHECKING:
     from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
     from fa_ref.planning import plan_batch
     from fa_ref.planning.local import make_local_attention_virtual_batches
+    from fa_ref.speculative import build_tree, compact_kv, grow, select, start, verify_greedy, verify_sampled
 
 _HOME = {
     "FlashAttentionBackend": "fa_ref.backend",
+    "build_tree": "fa_ref.speculative",
+    "compact_kv": "fa_ref.speculative",
     "flash_attn_varlen_func": "fa_ref.kernels",
     "flash_attn_with_kvcache": "fa_ref.kernels",
+    "grow": "fa_ref.speculative",
     "make_local_attention_virtual_batches": "fa_ref.planning.local",
     "merge_state": "fa_ref.kernels",
     "plan_batch": "fa_ref.planning",
+    "select": "fa_ref.speculative",
+    "start": "fa_ref.speculative",
+    "verify_greedy": "fa_ref.speculative",
+    "verify_sampled": "fa_ref.speculative",
 }
 
 __all__ = [
+    "Accepted",
     "AttentionLayer",
     "AttentionPass",
     "AttentionPlan",
@@ -35,7 +44,9 @@ __all__ = [
     "BadBatch",
     "BadConfig",
     "BadPageTable",
+    "DraftBeams",
     "DraftInput",
+    "DraftTree",
     "FaError",
     "FlashAttentionBackend",
     "ForwardBatch",
@@ -49,12 +60,19 @@ __all__ = [
     "TreePass",
     "UnsupportedByProvider",
     "VerifyInput",
+    "build_tree",
+    "compact_kv",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "grow",
     "layer_kind",
     "make_local_attention_virtual_batches",
     "merge_state",
     "plan_batch",
+    "select",
+    "start",
+    "verify_greedy",
+    "verify_sampled",
     "window_left",
     "window_of_tokens",
 ]

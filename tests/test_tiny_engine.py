@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 import fa_fast
 import fa_ref
+from fa_ref import ForwardMode
 
 jinja2 = pytest.importorskip("jinja2")
 pytest.importorskip("gguf", reason="the demo extra is not installed")
 
-from tiny_engine import Engine, Model, PageCache, Tokenizer, open_gguf  # noqa: E402
+from tiny_engine import Engine, Model, PageCache, Speculation, Tokenizer, open_gguf  # noqa: E402
 from tiny_engine.model import rope  # noqa: E402
+from tiny_engine.speculate import Speculator  # noqa: E402
 from tiny_engine.tokenizer import WORDS, byte_characters  # noqa: E402
 from tiny_engine.weights import INSTALL, field  # noqa: E402
 
@@ -116,15 +118,17 @@ def test_any_chunk_size_gives_the_same_tokens(backend, token_budget):
 def test_a_step_is_named_after_what_it_holds():
     engine = Engine(random_model(), BACKENDS["masks"], page_size=4, token_budget=12)
     seen = []
-    forward_batch = engine._forward_batch
+    extend = engine._extend
 
     def spy(work):
         decodes = [len(request.output) > 0 and n == 1 for request, n in work]
-        batch = forward_batch(work)
-        seen.append((batch.forward_mode.name, any(decodes), not all(decodes)))
-        return batch
+        before = engine.count.copy()
+        produced = extend(work)
+        [mode] = {*ForwardMode.__members__} & {*(engine.count - before)}
+        seen.append((mode, any(decodes), not all(decodes)))
+        return produced
 
-    engine._forward_batch = spy
+    engine._extend = spy
     engine.generate(PROMPTS, 4)
     assert {mode for mode, *_ in seen} == {"EXTEND", "MIXED", "DECODE"}
     names = {(False, True): "EXTEND", (True, True): "MIXED", (True, False): "DECODE"}
@@ -233,6 +237,198 @@ def test_any_schedule_gives_the_dense_tokens(prompts, page_size, token_budget, s
     pages = -(-(max(map(len, prompts)) + 4) // page_size) + spare
     engine = Engine(random_model(), BACKENDS["fast"], page_size=page_size, pages=pages, token_budget=token_budget)
     assert engine.generate(prompts, 4) == expected(4, prompts)
+    assert everything_is_free(engine)
+
+
+# ---- speculation -----------------------------------------------------------------------------------------
+
+PACKAGES = {"masks": fa_ref, "passes": fa_ref, "fast": fa_fast}
+CHAIN, TREE = dict(topk=1, num_steps=3, draft_tokens=4), dict(topk=4, num_steps=3, draft_tokens=8)
+
+
+def speculative_engine(name: str = "passes", *, how: dict, **options) -> Engine:
+    """The draft is the first of the random model's two layers, or as `how` says."""
+    provider = None if name == "fast" else name
+    guesses = dict(draft_layers=1, provider=provider, package=PACKAGES[name])
+    options = dict(page_size=4) | options
+    return Engine(random_model(), BACKENDS[name], speculation=Speculation(**guesses | how), **options)
+
+
+def rounds_of(engine: Engine) -> list[list[int]]:
+    """A list that fills with what each round gave each of its requests."""
+    seen, take = [], engine.speculator.round
+
+    def spy(requests):
+        tokens = take(requests)
+        seen.extend(tokens)
+        return tokens
+
+    engine.speculator.round = spy
+    return seen
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("topk", "num_steps", "draft_tokens"),
+    [(1, 1, 2), (1, 3, 2), (1, 3, 4), (1, 7, 8), (2, 4, 6), (4, 1, 5), (4, 2, 16), (4, 3, 2), (4, 3, 37)],
+)
+@pytest.mark.parametrize("name", ["passes", "fast"])
+def test_speculative_text_is_the_greedy_text(name, page_size, topk, num_steps, draft_tokens):
+    how = dict(topk=topk, num_steps=num_steps, draft_tokens=draft_tokens)
+    engine = speculative_engine(name, how=how, page_size=page_size, pages=-(-320 // page_size))
+    assert engine.generate(PROMPTS, 12) == expected(12)
+    assert engine.count["accepted"] > 0
+    assert engine.count["shared"] == {1: 11, 4: 8, 16: 0}[page_size]
+    assert everything_is_free(engine)
+
+
+def test_speculation_by_definition_gives_the_greedy_text():
+    for how in (CHAIN, TREE):
+        engine = speculative_engine("masks", how=how)
+        assert engine.generate(PROMPTS, 8) == expected(8)
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+def test_rounds_and_accepted_guesses_are_counted(how):
+    engine = speculative_engine(how=how)
+    rounds = rounds_of(engine)
+    outputs = engine.generate(PROMPTS, 12)
+    assert engine.count["verify_steps"] == len(rounds) > engine.count["TARGET_VERIFY"]
+    guesses = sum(len(tokens) - 1 for tokens in rounds)
+    assert guesses - how["draft_tokens"] * len(PROMPTS) <= engine.count["accepted"] <= guesses
+    # One token of each longer prompt comes out of its prefill, one of most rounds is the model's own.
+    rest = sum(map(len, outputs)) - engine.count["accepted"] - 3
+    assert engine.count["verify_steps"] - len(PROMPTS) <= rest <= engine.count["verify_steps"]
+
+
+@pytest.mark.parametrize("options", [{}, {"pages": 12}, {"token_budget": 3}, {"share_prefixes": False}], ids=str)
+@pytest.mark.parametrize("name", ["passes", "fast"])
+def test_a_draft_that_is_the_whole_model_is_always_right(name, options):
+    """So its pool holds what it should: after chunks, shared pages, accepted guesses and preemptions alike."""
+    engine = speculative_engine(name, how=CHAIN | {"draft_layers": 2}, **options)
+    rounds = rounds_of(engine)
+    assert engine.generate(PROMPTS, 12) == expected(12)
+    assert {len(tokens) for tokens in rounds} == {4}
+    assert (engine.count["preempted"] > 0) == ("pages" in options)
+    assert everything_is_free(engine)
+
+
+def worst_branch(engine: Engine, calls: list) -> float:
+    """How far a branch's logprobs ever are from those of the draft model on that branch's tokens alone."""
+    [request], draft, worst = engine.submit([PROMPTS[0]], 9), engine.speculator.draft.model, 0.0
+    while engine.running or engine.waiting:
+        before = list(request.tokens)
+        engine.step()
+        for beams, logprobs in calls:
+            for branch, node in enumerate(beams.candidate[0].tolist()):
+                path = []
+                while node >= 0:
+                    path.insert(0, int(beams.candidate_tokens[0, node]))
+                    node = int(beams.candidate_parents[0, node])
+                alone = draft.dense([*before, *path])[-1].log_softmax(-1)
+                worst = max(worst, float((logprobs[0, branch] - alone).abs().max()))
+        calls.clear()
+    return worst
+
+
+def test_each_branch_of_the_draft_reads_its_own_path(monkeypatch):
+    calls, grow, how = [], fa_ref.grow, TREE | {"num_steps": 4}
+    monkeypatch.setattr(fa_ref, "grow", lambda *args: calls.append(args) or grow(*args))
+    assert worst_branch(speculative_engine(how=how), calls) < 1e-3
+    monkeypatch.setattr(Speculator, "_follow", lambda self, origin, slots: None)
+    assert worst_branch(speculative_engine(how=how), calls) > 1e-1
+
+
+def test_accepted_guesses_must_be_moved_together(monkeypatch):
+    monkeypatch.setattr(fa_ref, "compact_kv", lambda *args: None)
+    assert speculative_engine(how=TREE).generate(PROMPTS, 12) != expected(12)
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["passes", "fast"])
+def test_a_request_may_end_anywhere_inside_a_round(name, how):
+    """At its last allowed token or at a stop token, guesses behind it thrown away; the others go on."""
+    how = how | {"draft_layers": 2}
+    for new in range(1, 8):
+        engine = speculative_engine(name, how=how)
+        assert engine.generate(PROMPTS, new) == expected(new)
+        assert everything_is_free(engine)
+    for place in range(6):
+        stop = expected(8)[0][place]
+        engine = speculative_engine(name, how=how, stop_ids=(stop,))
+        cut = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in expected(8)]
+        assert engine.generate(PROMPTS, 8) == cut
+        assert everything_is_free(engine)
+
+
+@pytest.mark.parametrize("how", [CHAIN, TREE], ids=["chain", "tree"])
+def test_pages_of_guesses_are_held_for_one_round(how):
+    engine = speculative_engine(how=how)
+    requests, seen = engine.submit(PROMPTS, 10), 0
+    while engine.running or engine.waiting:
+        engine.step()
+        for request in engine.running:
+            if len(request.output) > 1:
+                assert len(request.pages) == -(-len(request.tokens) // 4)
+                seen += 1
+    assert seen > 10
+    assert engine.cache.peak * 4 > sum(len(request.tokens) for request in requests)
+
+
+@pytest.mark.parametrize("draft_layers", [1, 2])
+@pytest.mark.parametrize("name", ["passes", "fast"])
+def test_a_later_request_shares_pages_that_speculation_filled(name, draft_layers):
+    """Their keys and values are in both pools: the whole model as a draft still guesses right."""
+    engine = speculative_engine(name, how=CHAIN | {"draft_layers": draft_layers}, pages=64)
+    rounds = rounds_of(engine)
+    [first] = engine.submit([PROMPTS[0]], 30)
+    while len(first.output) < 16:
+        engine.step()
+    prompt = first.tokens[:-1]
+    later = engine.submit([prompt, prompt], 9)
+    while engine.step():
+        pass
+    assert first.output == expected(30)[0]
+    assert [request.output for request in later] == expected(9, [prompt, prompt])
+    assert engine.count["shared"] >= 2 * (len(PROMPTS[0]) + 9)
+    assert draft_layers == 1 or {len(tokens) for tokens in rounds} == {4}
+    assert everything_is_free(engine)
+
+
+def test_a_request_must_have_room_for_its_guesses_too():
+    engine = speculative_engine(how=CHAIN, pages=5)
+    with pytest.raises(ValueError, match=r"prompt 0 can never run: 14 tokens and 4 new.*hold 17"):
+        engine.generate([[3] * 14], 4)
+    prompt = [3] * 13
+    assert engine.generate([prompt], 4) == expected(4, [prompt])
+    assert everything_is_free(engine)
+
+
+def test_speculation_that_cannot_work_is_refused():
+    with pytest.raises(ValueError, match=r"draft_tokens=5.*2 to 4 draft tokens"):
+        speculative_engine(how=CHAIN | {"draft_tokens": 5})
+    with pytest.raises(ValueError, match=r"at least 1 layer, branch and step"):
+        speculative_engine(how=CHAIN | {"num_steps": 0})
+    with pytest.raises(ValueError, match=r"first 3 layers of a model that has 2"):
+        speculative_engine(how=CHAIN | {"draft_layers": 3})
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 4]),
+    token_budget=st.integers(1, 12),
+    spare=st.integers(0, 8),
+    shape=st.sampled_from([(1, 1, 2), (1, 3, 4), (2, 2, 4), (4, 2, 9)]),
+    draft_layers=st.integers(1, 2),
+)
+def test_any_schedule_of_speculation_gives_the_dense_tokens(
+    prompts, page_size, token_budget, spare, shape, draft_layers
+):
+    how = dict(zip(("topk", "num_steps", "draft_tokens"), shape, strict=True), draft_layers=draft_layers)
+    pages = -(-(max(map(len, prompts)) + 5 + Speculation(package=fa_fast, **how).room) // page_size) + spare
+    engine = speculative_engine("fast", how=how, page_size=page_size, pages=pages, token_budget=token_budget)
+    assert engine.generate(prompts, 5) == expected(5, prompts)
     assert everything_is_free(engine)
 
 
@@ -423,4 +619,18 @@ def test_the_real_model_answers_the_same_with_and_without_pages():
     for backend in (BACKENDS["passes"], BACKENDS["fast"]):
         engine = Engine(model, backend, stop_ids=(t.eos_id,), token_budget=16)
         assert engine.generate([prompt], 16) == [answer]
+        assert everything_is_free(engine)
+
+
+@needs_model
+def test_the_real_model_answers_the_same_with_guesses_of_its_first_layers():
+    model, t = Model.from_gguf(gguf_reader()), tokenizer()
+    prompts = [t.encode_chat([("user", f"What is the capital of {name}?")]) for name in ("France", "Italy")]
+    plain = Engine(model, BACKENDS["fast"], stop_ids=(t.eos_id,)).generate(prompts, 12)
+    for name, how in (("passes", TREE), ("fast", CHAIN), ("fast", TREE)):
+        provider = None if name == "fast" else name
+        guesses = Speculation(package=PACKAGES[name], provider=provider, draft_layers=24, **how)
+        engine = Engine(model, BACKENDS[name], stop_ids=(t.eos_id,), speculation=guesses)
+        assert engine.generate(prompts, 12) == plain
+        assert engine.count["accepted"] > 0
         assert everything_is_free(engine)

@@ -14,8 +14,10 @@ from fa_ref.api.layer import AttentionLayer, layer_kind, window_left, window_of_
 from fa_ref.api.modes import ForwardMode, LayerKind
 from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
 from fa_ref.api.pools import MHAKVPool, MLAKVPool, ReqToTokenPool, SWAKVPool
+from fa_ref.api.speculative import Accepted, DraftBeams, DraftTree
 
 __all__ = [
+    "Accepted",
     "AttentionLayer",
     "AttentionPass",
     "AttentionPlan",
@@ -23,7 +25,9 @@ __all__ = [
     "BadBatch",
     "BadConfig",
     "BadPageTable",
+    "DraftBeams",
     "DraftInput",
+    "DraftTree",
     "FaError",
     "ForwardBatch",
     "ForwardMode",

@@ -65,7 +65,7 @@ class TreePass:
     slots: Int32[Tensor, "requests drafts"]  # pool slot of each draft token, token-granular
     mask: Bool[Tensor, "requests queries drafts"]  # True: the query may see the draft token
     pool: str = "full"
-    takes_sinks: bool = False
+    takes_sinks: bool = True  # a query sees at least itself here, so a sink always has a row to join
     cut_to_window: int = -1  # as in AttentionPass
     token_index: None = None  # query rows are request-major: request r has rows r * queries .. (r + 1) * queries
 

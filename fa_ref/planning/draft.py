@@ -38,8 +38,8 @@ def plan_draft(
         return plan_decode(grown(batch, step + 1), config, kind)
     if batch.out_cache_loc is None:
         raise BadBatch("draft decoding with topk > 1 needs out_cache_loc [request, branch, step], which is None")
-    depth = batch.seq_lens.new_full((batch.batch_size, draft.topk), step)
-    return prefix_pass(batch, config, kind, depth), branch_pass(batch, config, kind, step)
+    depth = batch.seq_lens.new_full((batch.batch_size, 1), step)
+    return prefix_pass(batch, config, kind, draft.topk, depth), branch_pass(batch, config, kind, step)
 
 
 def grown(batch: ForwardBatch, tokens: int) -> ForwardBatch:

@@ -19,31 +19,28 @@ from fa_ref.planning.page_table import pages_of, shifted, slot_table
 
 
 def prefix_pass(
-    batch: ForwardBatch, config: BackendConfig, kind: LayerKind, depth: Int[Tensor, "requests queries"]
+    batch: ForwardBatch,
+    config: BackendConfig,
+    kind: LayerKind,
+    queries: int,
+    depth: Int[Tensor, "requests depths"],
 ) -> AttentionPass:
     """Every query over the part of its request's cached prefix that `kind` lets it see. Not causal: all of it is past.
 
-    depth: of each query in its tree, so that its logical position is seq_lens + depth.
+    queries: per request. depth: of each query in its tree, so that its logical position is seq_lens + depth; one
+    column if all queries of a request are equally deep. The sinks go to the tree pass, whose rows always have a key.
     """
     if kind is LayerKind.SLIDING:
-        return _window_prefix(batch, config, depth)
+        return _window_prefix(batch, config, queries, depth)
     if kind is LayerKind.LOCAL:
-        return _chunk_prefix(batch, config, depth)
-    requests, queries = depth.shape
+        return _chunk_prefix(batch, config, queries, depth)
     table = pages_of(slot_table(batch, config, "full"), config.page_size)
-    return AttentionPass(
-        page_table=table,
-        cache_seqlens=batch.seq_lens.to(torch.int32),
-        cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32, device=table.device) * queries,
-        max_seqlen_q=queries,
-        max_seqlen_k=longest_request(batch, config),
-        causal=False,
-        page_size=config.page_size,
-    )
+    lens = rearrange(batch.seq_lens, "r -> r 1")
+    return _pass(table, lens, queries, page_size=config.page_size, pool="full", longest=longest_request(batch, config))
 
 
 def _window_prefix(
-    batch: ForwardBatch, config: BackendConfig, depth: Int[Tensor, "requests queries"]
+    batch: ForwardBatch, config: BackendConfig, queries: int, depth: Int[Tensor, "requests depths"]
 ) -> AttentionPass:
     """A window layer's prefix: the deeper a query, the fewer prefix keys remain in its window.
 
@@ -52,50 +49,53 @@ def _window_prefix(
     """
     left, pool = window_left(config), pool_of(LayerKind.SLIDING, config)
     slots = slot_table(batch, config, pool)
-    newest = rearrange(batch.seq_lens, "r -> r 1") - 1 - torch.arange(left, device=slots.device)
-    lens = torch.minimum((left - depth).clamp(min=0), rearrange(batch.seq_lens, "r -> r 1"))
-    return _a_sequence_a_query(
-        slots.gather(1, newest.clamp(min=0).long()), lens, page_size=1, pool=pool, longest=left, cut_to_window=left
-    )
+    end = rearrange(batch.seq_lens, "r -> r 1")
+    newest = end - 1 - torch.arange(max(left, 1), device=slots.device)
+    lens = torch.minimum((left - depth).clamp(min=0), end)
+    table = slots.gather(1, newest.clamp(min=0).long())
+    return _pass(table, lens, queries, page_size=1, pool=pool, longest=left, cut_to_window=left)
 
 
 def _chunk_prefix(
-    batch: ForwardBatch, config: BackendConfig, depth: Int[Tensor, "requests queries"]
+    batch: ForwardBatch, config: BackendConfig, queries: int, depth: Int[Tensor, "requests depths"]
 ) -> AttentionPass:
     """A chunked layer's prefix: from the chunk's start on, or nothing for queries already in the next chunk."""
     chunk, pool = config.attention_chunk_size, pool_of(LayerKind.LOCAL, config)
     assert chunk is not None
     table = pages_of(slot_table(batch, config, pool), config.page_size)
-    first = batch.seq_lens // chunk * chunk  # of the chunk that the first draft token is in
-    width = min(chunk // config.page_size, table.shape[1])
-    position = rearrange(batch.seq_lens, "r -> r 1") + depth
-    same_chunk = position // chunk == rearrange(batch.seq_lens // chunk, "r -> r 1")
-    lens = torch.where(same_chunk, rearrange(batch.seq_lens - first, "r -> r 1"), 0)
-    rows = shifted(table, first // config.page_size, width)
-    return _a_sequence_a_query(rows, lens, page_size=config.page_size, pool=pool, longest=chunk)
+    end = rearrange(batch.seq_lens, "r -> r 1")
+    same_chunk = (end + depth) // chunk == end // chunk
+    lens = torch.where(same_chunk, end % chunk, 0)
+    first_page = batch.seq_lens // chunk * chunk // config.page_size
+    rows = shifted(table, first_page, min(chunk // config.page_size, table.shape[1]))
+    return _pass(rows, lens, queries, page_size=config.page_size, pool=pool, longest=chunk)
 
 
-def _a_sequence_a_query(
+def _pass(
     table: Int32[Tensor, "requests pages"],
-    lens: Int[Tensor, "requests queries"],
+    lens: Int[Tensor, "requests depths"],
+    queries: int,
     *,
     page_size: int,
     pool: str,
     longest: int,
     cut_to_window: int = -1,
 ) -> AttentionPass:
-    requests, queries = lens.shape
-    request = repeat(torch.arange(requests, dtype=torch.int32, device=table.device), "r -> (r q)", q=queries)
+    """A sequence for every request and depth; those of one request share its row of the table."""
+    requests, depths = lens.shape
+    device, each = table.device, queries // depths
+    row = repeat(torch.arange(requests, dtype=torch.int32, device=device), "r -> (r d)", d=depths)
     return AttentionPass(
         page_table=table,
-        row_index=request,
-        cache_seqlens=rearrange(lens, "r q -> (r q)").to(torch.int32),
-        cu_seqlens_q=torch.arange(requests * queries + 1, dtype=torch.int32, device=table.device),
-        max_seqlen_q=1,
+        row_index=None if depths == 1 else row,
+        cache_seqlens=rearrange(lens, "r d -> (r d)").to(torch.int32),
+        cu_seqlens_q=torch.arange(requests * depths + 1, dtype=torch.int32, device=device) * each,
+        max_seqlen_q=each,
         max_seqlen_k=longest,
         causal=False,
         page_size=page_size,
         pool=pool,
+        takes_sinks=False,
         cut_to_window=cut_to_window,
     )
 

@@ -36,7 +36,7 @@ def plan_verify(
         pool=pool,
         cut_to_window=window_left(config) if kind is LayerKind.SLIDING else -1,
     )
-    return prefix_pass(batch, config, kind, depth), tree
+    return prefix_pass(batch, config, kind, drafts, depth), tree
 
 
 def as_extend(batch: ForwardBatch) -> ForwardBatch:

@@ -12,10 +12,23 @@ Attention is the one part it does not contain: any backend with the interface of
 from tiny_engine.cache import PageCache
 from tiny_engine.engine import Engine, Request
 from tiny_engine.model import Model, ModelConfig
+from tiny_engine.runner import Runner
+from tiny_engine.speculate import Speculation
 from tiny_engine.tokenizer import Tokenizer
 from tiny_engine.weights import open_gguf
 
-__all__ = ["Engine", "Model", "ModelConfig", "PageCache", "Request", "Tokenizer", "load", "open_gguf"]
+__all__ = [
+    "Engine",
+    "Model",
+    "ModelConfig",
+    "PageCache",
+    "Request",
+    "Runner",
+    "Speculation",
+    "Tokenizer",
+    "load",
+    "open_gguf",
+]
 
 
 def load() -> tuple[Model, Tokenizer]:

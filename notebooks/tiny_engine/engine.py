@@ -4,6 +4,9 @@ A step has a token budget. Running requests come first, oldest first: one token 
 a chunk for one whose prompt is not through. What is left of the budget admits waiting requests. When a
 request needs a page and none is free, the youngest gives its pages back and waits: its tokens are kept, and
 their keys and values computed again later.
+
+With `speculation`, a request of which only the last token is left to compute takes a round of guessing and
+verifying in place of that one token.
 """
 
 from collections import Counter, deque
@@ -12,9 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, ForwardMode, MHAKVPool, ReqToTokenPool
+from fa_ref.api import ForwardMode, ReqToTokenPool
 from tiny_engine.cache import PageCache
 from tiny_engine.model import Model
+from tiny_engine.runner import Runner
+from tiny_engine.speculate import Speculation, Speculator
 
 
 @dataclass(eq=False)
@@ -24,6 +29,7 @@ class Request:
     prompt_len: int
     max_new_tokens: int
     computed: int = 0  # leading tokens whose keys and values are in the pool
+    drafted: int = 0  # the same of the draft model's pool
     pages: list[int] = field(default_factory=list)  # logical page -> page of the pool
     row: int = 0  # of req_to_token, while running
 
@@ -40,7 +46,8 @@ class Engine:
     """`backend_factory(config)` makes the attention backend, for instance `fa_fast.FlashAttentionBackend`.
 
     `pages` of `page_size` tokens are all the memory there is. `count` tells what happened: steps, steps per
-    forward mode, tokens computed, tokens served from shared pages, preemptions.
+    forward mode, tokens computed, tokens served from shared pages, preemptions; with speculation also rounds
+    ("verify_steps", one a request) and the guesses that became part of a text ("accepted").
     """
 
     def __init__(
@@ -54,27 +61,20 @@ class Engine:
         token_budget: int = 64,
         share_prefixes: bool = True,
         stop_ids: tuple[int, ...] = (),
+        speculation: Speculation | None = None,
     ):
         if min(pages, page_size, max_requests, token_budget) < 1:
             raise ValueError(f"{pages=}, {page_size=}, {max_requests=}, {token_budget=}: need at least 1 of each")
-        c, dtype = model.config, torch.float32
+        self.room = speculation.room if speculation else 0  # slots of a request behind its tokens
         self.model, self.max_requests, self.token_budget = model, max_requests, token_budget
-        self.stop_ids, self.context_len = stop_ids, min(c.context_len, pages * page_size)
+        self.stop_ids = stop_ids
+        self.context_len = max(0, min(model.config.context_len, pages * page_size - self.room))
         self.cache = PageCache(pages=pages, page_size=page_size, share=share_prefixes)
-        self.rows = ReqToTokenPool(size=max_requests, context_len=self.context_len)
-        sizes = {
-            "size": pages * page_size,
-            "head_num": c.kv_heads,
-            "head_dim": c.head_dim,
-            "layer_num": c.layers,
-        }
-        self.kv = MHAKVPool(page_size=page_size, dtype=dtype, **sizes)
-        self.pools = {"req_to_token_pool": self.rows, "token_to_kv_pool": self.kv}
-        heads = {"tp_q_head_num": c.heads, "tp_k_head_num": c.kv_heads, "head_dim": c.head_dim}
-        self.layers = [AttentionLayer(layer_id=i, scaling=c.head_dim**-0.5, **heads) for i in range(c.layers)]
-        sizes = {"page_size": page_size, "context_len": self.context_len}
-        config = BackendConfig(device="cpu", dtype=dtype, kv_cache_dtype=dtype, **sizes, **self.pools)
-        self.backend = backend_factory(config)
+        self.rows = ReqToTokenPool(size=max_requests, context_len=self.context_len, extra_tokens=self.room)
+        sizes = {"pages": pages, "page_size": page_size}
+        self.target = Runner(model, backend_factory, self.rows, **sizes)
+        self.backend = self.target.backend
+        self.speculator = speculation and Speculator(speculation, self.target, backend_factory, **sizes)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.count: Counter[str] = Counter()
@@ -113,39 +113,64 @@ class Engine:
         return requests
 
     def step(self) -> list[tuple[Request, int]]:
-        """One forward pass of the model over whatever can run; returns the tokens it produced."""
+        """Compute some tokens of whatever can run; returns the tokens that this produced."""
         work = self._schedule()
-        if not work:
-            return []
-        batch = self._forward_batch(work)
-        self.backend.init_forward_metadata(batch)
-        spans = [(request, request.computed, request.computed + n) for request, n in work]
-        ids = torch.tensor([token for request, a, b in spans for token in request.tokens[a:b]])
-        positions = torch.cat([torch.arange(a, b) for _, a, b in spans])
+        ahead = [request for request, n in work if self._speculates(request, n)]
+        work = [(request, n) for request, n in work if request not in ahead]
+        # In this order: a request that speculates may read pages that another one fills in this very step.
+        produced = (self._extend(work) if work else []) + (self._speculate(ahead) if ahead else [])
+        self.count["steps"] += bool(work or ahead)
+        return produced
 
-        def attend(layer_id, q, k, v):
-            return self.backend.forward(q, k, v, self.layers[layer_id], batch)
+    def _speculates(self, request: Request, n: int) -> bool:
+        return self.speculator is not None and n == request.remaining == 1
 
-        hidden = self.model.forward(ids, positions, attend)
-        self.count.update({"steps": 1, "computed": len(ids), batch.forward_mode.name: 1})
-        return self._sample(work, hidden)
-
-    def _sample(self, work: list[tuple[Request, int]], hidden: torch.Tensor) -> list[tuple[Request, int]]:
-        """The next token of each request whose tokens are all computed; finished requests leave."""
-        ready, rows, row = [], [], -1
+    def _extend(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """One forward pass over some tokens of each request; a token of those that are all computed then."""
+        decodes = sum(len(request.output) > 0 and request.remaining == 1 for request, _ in work)
+        mode = ForwardMode.DECODE if decodes == len(work) else ForwardMode.MIXED if decodes else ForwardMode.EXTEND
+        spans = [(r.row, r.tokens[: r.computed + n], r.computed) for r, n in work]
+        hidden = self.target.extend(mode, spans)
+        if self.speculator:
+            self.speculator.draft.extend(mode, spans)
+        self.count.update({"computed": len(hidden), mode.name: 1})
+        ends = torch.tensor([n for _, n in work]).cumsum(0) - 1  # rows of `hidden`
         for request, n in work:
-            row += n  # of the request's last token in `hidden`
-            request.computed += n
-            if request.remaining == 0:
-                ready.append(request)
-                rows.append(row)
-        produced = list(zip(ready, self.model.logits(hidden[rows]).argmax(-1).tolist(), strict=True))
-        for request, token in produced:
+            request.computed = request.drafted = request.computed + n
+        ready = [i for i, (request, _) in enumerate(work) if request.remaining == 0]
+        tokens = self.model.logits(hidden[ends[ready]]).argmax(-1).tolist()
+        return [pair for i, token in zip(ready, tokens, strict=True) for pair in self._append(work[i][0], [token])]
+
+    def _speculate(self, requests: list[Request]) -> list[tuple[Request, int]]:
+        """One round of guessing and verifying; then the pages of the guesses are given back."""
+        produced = []
+        for request, tokens in zip(requests, self.speculator.round(requests), strict=True):
+            # Only now are the root and what the last round accepted in both pools.
+            end = len(request.tokens)
+            self.cache.publish(request.tokens, request.pages, start=request.drafted, end=end)
+            request.drafted, request.computed = end, request.computed + len(tokens)
+            kept = self._append(request, tokens)
+            if request in self.running:
+                pages = -(-len(request.tokens) // self.cache.page_size)
+                self.cache.release(request.pages[pages:])
+                del request.pages[pages:]
+            self.count.update({"verify_steps": 1, "accepted": min(len(kept), len(tokens) - 1)})
+            produced += kept
+        drafts = len(requests) * self.speculator.how.draft_tokens
+        self.count.update({"computed": drafts, ForwardMode.TARGET_VERIFY.name: 1})
+        return produced
+
+    def _append(self, request: Request, tokens: list[int]) -> list[tuple[Request, int]]:
+        """The tokens that still belong to the text; a request that is finished leaves."""
+        kept = []
+        for token in tokens:
             request.tokens.append(token)
+            kept.append((request, token))
             if len(request.output) == request.max_new_tokens or token in self.stop_ids:
                 self.running.remove(request)
                 self._release(request)
-        return produced
+                break
+        return kept
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """What to compute in this step: (request, number of tokens), each with pages for all its tokens."""
@@ -164,7 +189,7 @@ class Engine:
             request = self.waiting[0]
             [request.row] = self.rows.alloc(1)
             request.pages = self.cache.match(request.tokens)
-            request.computed = len(request.pages) * self.cache.page_size
+            request.computed = request.drafted = len(request.pages) * self.cache.page_size
             if not self._reserve(request):
                 self._release(request)
                 break
@@ -177,44 +202,22 @@ class Engine:
         n = min(budget, request.remaining)
         work.append((request, n))
         # Findable in the very step that computes them: a backend writes all keys of a step before it attends.
-        self.cache.publish(request.tokens, request.pages, start=request.computed, end=request.computed + n)
+        if not self._speculates(request, n):
+            self.cache.publish(request.tokens, request.pages, start=request.computed, end=request.computed + n)
         return n
 
     def _reserve(self, request: Request) -> bool:
-        """Pages for all tokens of the request and their slots in its row of req_to_token, or False."""
-        size = self.cache.page_size
-        pages = self.cache.alloc(-(-len(request.tokens) // size) - len(request.pages))
+        """Pages for all tokens and guesses of the request, their slots in its row of req_to_token, or False."""
+        size, end = self.cache.page_size, len(request.tokens) + self.room
+        pages = self.cache.alloc(-(-end // size) - len(request.pages))
         if pages is None:
             return False
         request.pages += pages
         slots = torch.tensor(request.pages, dtype=torch.int32)[:, None] * size + torch.arange(size)
-        self.rows.req_to_token[request.row, : len(request.tokens)] = slots.flatten()[: len(request.tokens)]
+        self.rows.req_to_token[request.row, :end] = slots.flatten()[:end]
         return True
 
     def _release(self, request: Request) -> None:
         self.cache.release(request.pages)
         self.rows.free([request.row])
-        request.pages, request.computed = [], 0
-
-    def _forward_batch(self, work: list[tuple[Request, int]]) -> ForwardBatch:
-        """The step as a backend sees it: cached prefix and new tokens per request, all laid end to end."""
-        old_lens, new_lens = [request.computed for request, _ in work], [n for _, n in work]
-        seq_lens = torch.tensor(old_lens) + torch.tensor(new_lens)
-        extend = dict(extend_seq_lens=torch.tensor(new_lens), extend_seq_lens_cpu=new_lens)
-        extend |= dict(extend_prefix_lens=torch.tensor(old_lens), extend_prefix_lens_cpu=old_lens)
-        decodes = sum(len(request.output) > 0 and request.remaining == 1 for request, _ in work)
-        mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
-        if decodes == len(work):
-            mode, extend = ForwardMode.DECODE, {}
-        rows = [self.rows.req_to_token[request.row] for request, _ in work]
-        slots = [row[old : old + new] for row, old, new in zip(rows, old_lens, new_lens, strict=True)]
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(work),
-            req_pool_indices=torch.tensor([request.row for request, _ in work]),
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
-            out_cache_loc=torch.cat(slots).long(),
-            **self.pools,
-            **extend,
-        )
+        request.pages, request.computed, request.drafted = [], 0, 0

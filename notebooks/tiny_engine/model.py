@@ -5,7 +5,7 @@ The model does not know how attention is computed. It hands queries, keys and va
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import torch
@@ -60,6 +60,13 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, width] -> [tokens, vocab]."""
         return F.linear(hidden, self.embedding)
+
+    def first(self, layers: int) -> "Model":
+        """A model of the first `layers` layers, with the same last norm and embedding. Weights are shared."""
+        if not 1 <= layers <= self.config.layers:
+            raise ValueError(f"the first {layers} layers of a model that has {self.config.layers}")
+        config = replace(self.config, layers=layers)
+        return Model(config, self.embedding, self.output_norm, self.layers[:layers])
 
     def dense(self, token_ids: list[int]) -> Tensor:
         """Logits [tokens, vocab] of one sequence without any cache: what a cached run must reproduce."""

@@ -1,0 +1,545 @@
+"""Trees of drafts: built, grown, accepted and compacted as written down by hand, by definition, and by the other package.
+
+The sampled acceptance is checked twice: exactly, by summing over a grid of uniforms on which every threshold falls
+between two points, and by chi-square on random distributions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fa_fast
+import fa_ref
+from fa_ref import (
+    Accepted,
+    BadBatch,
+    BadPageTable,
+    DraftTree,
+    ForwardMode,
+    MHAKVPool,
+    MLAKVPool,
+    SWAKVPool,
+    VerifyInput,
+)
+from fa_ref.cases import make_case
+from tests.support import FP8, both_packages
+
+T, F = True, False
+
+
+def tensors(record: Any) -> dict[str, Any]:
+    """A record's fields, tensors as lists, so that two records compare."""
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+# ---- trees to test with -----------------------------------------------------------------------------------------
+
+
+def chain(drafts: int) -> list[int]:
+    return list(range(-1, drafts - 1))
+
+
+def star(drafts: int) -> list[int]:
+    return [-1] + [0] * (drafts - 1)
+
+
+def random_tree(drafts: int, gen: torch.Generator) -> list[int]:
+    return [-1] + [int(torch.randint(draft, (), generator=gen)) for draft in range(1, drafts)]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@st.composite
+def forests(draw: st.DrawFn, largest: int = 256) -> list[list[int]]:
+    """One tree a request, all of one size: chains, stars, and trees with random parents."""
+    drafts = draw(st.one_of(st.integers(1, min(12, largest)), st.integers(1, largest), st.just(largest)))
+    gen = generator(draw(st.integers(0, 2**31)))
+    kinds = draw(st.lists(st.sampled_from([chain, star, random_tree]), min_size=1, max_size=3))
+    return [kind(drafts, gen) if kind is random_tree else kind(drafts) for kind in kinds]
+
+
+# ---- trees ------------------------------------------------------------------------------------------------------
+
+
+def above(parents: list[int], draft: int) -> set[int]:
+    """A draft and everything between it and the root, by climbing."""
+    found = set()
+    while draft >= 0:
+        found.add(draft)
+        draft = parents[draft]
+    return found
+
+
+def is_tree_of(tree: DraftTree, forest: list[list[int]]) -> bool:
+    """True if ancestors and depth are those of the parents, by definition."""
+    drafts = range(len(forest[0]))
+    lines = [[above(parents, draft) for draft in drafts] for parents in forest]
+    return (
+        tree.parents.tolist() == forest
+        and tree.ancestors.tolist() == [[[j in line for j in drafts] for line in request] for request in lines]
+        and tree.depth.tolist() == [[len(line) - 1 for line in request] for request in lines]
+    )
+
+
+def mask_by_loop(forest: list[list[int]], seq_lens: list[int]) -> list[bool]:
+    """The flat mask entry by entry: prefix columns, then draft columns."""
+    entries = []
+    for parents, prefix in zip(forest, seq_lens, strict=True):
+        for draft in range(len(parents)):
+            line = above(parents, draft)
+            entries += [True] * prefix + [column in line for column in range(len(parents))]
+    return entries
+
+
+@both_packages
+def test_a_tree_from_its_parents(package):
+    tree = package.build_tree([[-1, 0, 0, 1], [-1, 0, 1, 2]])
+    assert tree.depth.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
+    assert tree.ancestors[0].tolist() == [[T, F, F, F], [T, T, F, F], [T, F, T, F], [T, T, F, T]]
+    assert tree.ancestors[1].tolist() == [[T, F, F, F], [T, T, F, F], [T, T, T, F], [T, T, T, T]]
+    assert tree.max_depth == 3
+    assert tree.positions(torch.tensor([10, 20])).tolist() == [10, 11, 11, 12, 20, 21, 22, 23]
+
+
+@both_packages
+def test_the_flat_mask_of_two_requests(package):
+    tree = package.build_tree([[-1, 0, 0], [-1, 0, 1]])
+    mask = tree.custom_mask(torch.tensor([1, 0]))
+    assert mask.tolist() == [
+        *(T, T, F, F), *(T, T, T, F), *(T, T, F, T),  # one prefix column
+        *(T, F, F), *(T, T, F), *(T, T, T),
+    ]  # fmt: skip
+
+
+@given(forest=forests(), data=st.data())
+def test_both_build_the_tree_that_climbing_finds(forest, data):
+    lens = data.draw(st.lists(st.integers(0, 5), min_size=len(forest), max_size=len(forest)))
+    for package in (fa_ref, fa_fast):
+        tree = package.build_tree(torch.tensor(forest, dtype=torch.int32))
+        assert is_tree_of(tree, forest)
+        assert tree.custom_mask(torch.tensor(lens)).tolist() == mask_by_loop(forest, lens)
+        assert tree.custom_mask(torch.tensor(lens), torch.tensor(lens)).tolist() == mask_by_loop(forest, lens)
+        positions = [n + len(above(p, i)) - 1 for p, n in zip(forest, lens, strict=True) for i in range(len(p))]
+        assert tree.positions(torch.tensor(lens)).tolist() == positions
+
+
+@both_packages
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4, 5, 8, 9, 64, 255, 256])
+def test_a_chain_is_causal_and_a_star_sees_the_root(package, drafts):
+    tree = package.build_tree([chain(drafts), star(drafts)])
+    causal, itself = torch.ones(drafts, drafts, dtype=torch.bool).tril(), torch.eye(drafts, dtype=torch.bool)
+    itself[:, 0] = True
+    assert torch.equal(tree.ancestors, torch.stack([causal, itself]))
+
+
+@both_packages
+def test_a_known_depth_changes_only_the_width_of_the_paths(package):
+    gen = generator(1)
+    forest = [random_tree(40, gen) for _ in range(3)]
+    deepest = max(len(above(parents, draft)) - 1 for parents in forest for draft in range(40))
+    tree = package.build_tree(forest, max_depth=deepest)
+    assert is_tree_of(tree, forest) and tree.max_depth == deepest < 39
+    tokens, target = (torch.randint(3, (3, 40), generator=gen) for _ in range(2))
+    narrow = package.verify_greedy(tree, tokens, target)
+    wide = package.verify_greedy(package.build_tree(forest), tokens, target)
+    assert torch.equal(narrow.path, wide.path[:, : deepest + 1])
+    assert torch.equal(narrow.bonus, wide.bonus)
+
+
+@both_packages
+def test_a_mask_is_what_verification_takes(package):
+    trees, prefix = [[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 0]], [3, 6]
+    case = make_case(ForwardMode.TARGET_VERIFY, trees=trees, prefix_lens=prefix)
+    info = case.batch.spec_info
+    assert isinstance(info, VerifyInput)
+    assert torch.equal(package.build_tree(trees).custom_mask(case.batch.seq_lens), info.custom_mask)
+
+
+@pytest.mark.parametrize("package", [fa_ref, fa_fast], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([[-1, 2, 0]], "draft 1 has the parent 2"),
+        ([[-1, 1]], "draft 1 has the parent 1"),
+        ([[-1, 0, -1]], "draft 2 is a second root"),
+        ([[0, 0]], "draft 0 is the root"),
+        ([[-1, -2]], "draft 1 has the parent -2"),
+    ],
+)
+def test_parents_that_make_no_tree_are_refused(package, parents, message, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    with pytest.raises(BadBatch, match=message):
+        package.build_tree(parents)
+
+
+@both_packages
+@pytest.mark.parametrize("parents", [[-1, 0], [[]], [[-1, 0], [-1]], [[-1.0, 0.0]], torch.zeros(1, 1, 1).long()])
+def test_parents_of_a_wrong_shape_are_refused_without_reading_them(package, parents):
+    with pytest.raises(BadBatch, match="parents"):
+        package.build_tree(parents)
+
+
+@both_packages
+def test_a_draft_below_the_given_depth_is_refused(package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    with pytest.raises(BadBatch, match="max_depth is 1"):
+        package.build_tree([chain(3)], max_depth=1)
+
+
+# ---- beams ------------------------------------------------------------------------------------------------------
+
+
+def logprobs(*shape: int, gen: torch.Generator, levels: int = 0) -> Tensor:
+    """Random log distributions along the last axis; with `levels`, few different values, so many ties."""
+    logits = torch.randint(levels, shape, generator=gen).float() if levels else torch.randn(shape, generator=gen)
+    return logits.log_softmax(dim=-1)
+
+
+def grown(package: Any, requests: int, topk: int, steps: int, vocab: int, seed: int, levels: int = 0) -> Any:
+    gen = generator(seed)
+    beams = package.start(logprobs(requests, vocab, gen=gen, levels=levels), topk)
+    for _ in range(steps - 1):
+        beams = package.grow(beams, logprobs(requests, topk, vocab, gen=gen, levels=levels))
+    return beams
+
+
+def candidates_by_loop(topk: int, steps: int, vocab: int, seed: int, levels: int) -> list[list[tuple[float, int, int]]]:
+    """For one request, (score, token, parent) of every candidate, by sorting Python lists."""
+    gen = generator(seed)
+    first = logprobs(1, vocab, gen=gen, levels=levels)[0].tolist()
+    found = [(first[token], token, -1) for token in sorted(range(vocab), key=lambda t: (-first[t], t))[:topk]]
+    beams = list(range(topk))
+    for _ in range(steps - 1):
+        after, new = logprobs(1, topk, vocab, gen=gen, levels=levels)[0], []
+        for beam, candidate in enumerate(beams):
+            row = after[beam].tolist()
+            for token in sorted(range(vocab), key=lambda t: (-row[t], t))[:topk]:
+                score = (torch.tensor(found[candidate][0]) + after[beam, token]).item()
+                new.append((score, token, candidate))
+        best = sorted(range(len(new)), key=lambda n: (-new[n][0], n))[:topk]
+        beams = [len(found) + n for n in best]
+        found += new
+    return found
+
+
+@both_packages
+def test_beams_written_down(package):
+    beams = package.start(torch.tensor([[0.5, 0.1, 0.4], [0.25, 0.25, 0.5]]).log(), topk=2)
+    assert beams.tokens.tolist() == [[0, 2], [2, 0]]  # of the equal tokens 0 and 1 the first
+    after = torch.tensor([[[0.2, 0.2, 0.6], [0.0, 1.0, 0.0]], [[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]]]).log()
+    beams = package.grow(beams, after)
+    assert beams.candidate_tokens.tolist() == [[0, 2, 2, 0, 1, 0], [2, 0, 0, 1, 2, 1]]
+    assert beams.candidate_parents.tolist() == [[-1, -1, 0, 0, 1, 1]] * 2
+    torch.testing.assert_close(
+        beams.candidate_scores.exp(),
+        torch.tensor([[0.5, 0.4, 0.3, 0.1, 0.4, 0.0], [0.5, 0.25, 0.25, 0.25, 0.1875, 0.0625]]),
+    )
+    assert (beams.tokens.tolist(), beams.origin.tolist()) == ([[1, 2], [0, 1]], [[1, 0], [0, 0]])
+    assert (beams.candidate.tolist(), beams.steps) == ([[4, 2], [2, 3]], 2)
+
+    tokens, tree = package.select(beams, torch.tensor([7, 8]), num_draft_tokens=4)
+    # Request 0 keeps 0.5, 0.4 and 0.4: the tokens 0, 2, and 1 below 2. Request 1 keeps 0.5 and the first two quarters.
+    assert tokens.tolist() == [[7, 0, 2, 1], [8, 2, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2], [-1, 0, 0, 1]]
+    assert tree.max_depth == 2
+
+
+@pytest.mark.parametrize("levels", [0, 2, 1], ids=["distinct", "ties", "all-equal"])
+@pytest.mark.parametrize("topk,steps", [(1, 1), (1, 4), (2, 3), (4, 3), (3, 1)])
+@both_packages
+def test_candidates_are_those_of_sorted_lists(package, topk, steps, levels):
+    beams = grown(package, 1, topk, steps, 6, 11, levels)
+    found = candidates_by_loop(topk, steps, 6, 11, levels)
+    assert beams.candidate_tokens.tolist() == [[token for _, token, _ in found]]
+    assert beams.candidate_parents.tolist() == [[parent for _, _, parent in found]]
+    assert beams.candidate_scores.tolist() == [[score for score, _, _ in found]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@both_packages
+def test_select_finds_the_best_tree_of_all(package, seed):
+    topk, steps, count = 2, 3, 4
+    beams = grown(package, 1, topk, steps, 5, seed)
+    scores, parents = beams.candidate_scores[0].tolist(), beams.candidate_parents[0].tolist()
+    trees = [
+        chosen
+        for chosen in itertools.combinations(range(len(scores)), count)
+        if all(parents[c] in (-1, *chosen) for c in chosen)
+    ]
+    best = max(trees, key=lambda chosen: sum(scores[c] for c in chosen))
+    tokens, tree = package.select(beams, torch.tensor([3]), count + 1)
+    assert tokens.tolist() == [[3, *(beams.candidate_tokens[0, c].item() for c in best)]]
+    assert tree.parents.tolist() == [[-1, *(1 + best.index(parents[c]) if parents[c] >= 0 else 0 for c in best)]]
+
+
+@given(
+    topk=st.integers(1, 5),
+    steps=st.integers(1, 4),
+    requests=st.integers(1, 3),
+    levels=st.sampled_from([0, 1, 2, 4]),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_both_grow_and_select_the_same_and_parents_come_first(topk, steps, requests, levels, seed, data):
+    ref, fast = (grown(package, requests, topk, steps, 7, seed, levels) for package in (fa_ref, fa_fast))
+    assert tensors(ref) == tensors(fast)
+    count = data.draw(st.integers(1, 1 + ref.candidate_tokens.shape[1]))
+    roots = torch.arange(requests)
+    (tokens, tree), (fast_tokens, fast_tree) = (p.select(ref, roots, count) for p in (fa_ref, fa_fast))
+    assert torch.equal(tokens, fast_tokens) and tensors(tree) == tensors(fast_tree)
+    fa_ref.build_tree(tree.parents, max_depth=tree.max_depth)  # refuses what is no tree, parents first
+    assert tree.depth.max() <= min(steps, count - 1)
+
+
+@both_packages
+def test_a_path_of_probability_zero_still_ranks_below_its_parent(package):
+    beams = package.start(torch.tensor([[1.0, 0.0, 0.0]]).log(), topk=3)
+    beams = package.grow(beams, torch.tensor([[[0.0, 0.0, 1.0]] * 3]).log())
+    _, tree = package.select(beams, torch.tensor([0]), num_draft_tokens=13)
+    assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
+
+
+@both_packages
+def test_beams_refuse_what_they_cannot_rank(package, monkeypatch):
+    beams = package.start(torch.tensor([[0.5, 0.5]]).log(), topk=2)
+    with pytest.raises(BadBatch, match="topk is 3"):
+        package.start(torch.zeros(1, 2), topk=3)
+    with pytest.raises(BadBatch, match=r"requests, topk, vocab"):
+        package.grow(beams, torch.zeros(1, 3, 2))
+    with pytest.raises(BadBatch, match="num_draft_tokens is 4; 1 steps of topk 2 give a root and 2 candidates"):
+        package.select(beams, torch.tensor([0]), 4)
+    with pytest.raises(BadBatch, match="root_tokens"):
+        package.select(beams, torch.tensor([0, 1]), 2)
+    monkeypatch.setenv("FA_CHECK", "1")
+    with pytest.raises(BadBatch, match="at most 0"):
+        package.start(torch.tensor([[0.5, -1.0]]), topk=1)
+    with pytest.raises(BadBatch, match="at most 0"):
+        package.grow(beams, torch.full((1, 2, 2), math.nan))
+
+
+# ---- greedy acceptance ------------------------------------------------------------------------------------------
+
+
+def walk(parents: list[int], tokens: list[int], target: list[int]) -> tuple[list[int], int]:
+    """From the root to the first child that is the prediction, as long as there is one; and the next token."""
+    path = [0]
+    while True:
+        here = path[-1]
+        right = [c for c in range(len(parents)) if parents[c] == here and tokens[c] == target[here]]
+        if not right:
+            return path, target[here]
+        path.append(right[0])
+
+
+def is_greedy_walk(done: Accepted, forest: list[list[int]], tokens: Tensor, target: Tensor) -> bool:
+    walks = [walk(*request) for request in zip(forest, tokens.tolist(), target.tolist(), strict=True)]
+    width = done.path.shape[1]
+    return (
+        done.path.tolist() == [path + [-1] * (width - len(path)) for path, _ in walks]
+        and done.lengths.tolist() == [len(path) for path, _ in walks]
+        and done.bonus.tolist() == [bonus for _, bonus in walks]
+    )
+
+
+@both_packages
+def test_greedy_written_down(package):
+    tree = package.build_tree([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0]])
+    tokens = torch.tensor([[5, 7, 8, 4, 4], [1, 2, 3, 4, 5], [9, 1, 2, 3, 4]])
+    target = torch.tensor([[8, 4, 4, 0, 6], [2, 3, 9, 5, 6], [5, 0, 0, 0, 0]])
+    done = package.verify_greedy(tree, tokens, target)
+    assert done.path.tolist() == [[0, 2, 4, -1, -1], [0, 1, 2, -1, -1], [0, -1, -1, -1, -1]]
+    assert (done.lengths.tolist(), done.bonus.tolist()) == ([3, 3, 1], [6, 9, 5])
+    assert done.new_tokens(tokens).tolist() == [[8, 4, 6, -1, -1], [2, 3, 9, -1, -1], [5, -1, -1, -1, -1]]
+
+
+@given(forest=forests(), vocab=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_greedy_acceptance_is_walking(forest, vocab, seed):
+    gen = generator(seed)
+    tokens, target = (torch.randint(vocab, (len(forest), len(forest[0])), generator=gen) for _ in range(2))
+    for package in (fa_ref, fa_fast):
+        done = package.verify_greedy(package.build_tree(forest), tokens, target)
+        assert is_greedy_walk(done, forest, tokens, target)
+
+
+@both_packages
+def test_a_draft_model_that_is_always_right_is_accepted_whole(package):
+    tokens = torch.arange(9).reshape(1, 9)
+    done = package.verify_greedy(package.build_tree([chain(9)]), tokens, tokens + 1)
+    assert done.new_tokens(tokens).tolist() == [list(range(1, 10))]
+
+
+@both_packages
+def test_acceptance_refuses_wrong_shapes(package):
+    tree = package.build_tree([[-1, 0, 0]])
+    tokens, probs = torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3, 2), 0.5)
+    with pytest.raises(BadBatch, match="target_ids"):
+        package.verify_greedy(tree, tokens, tokens[:, :2])
+    with pytest.raises(BadBatch, match="tokens"):
+        package.verify_greedy(tree, tokens[0], tokens)
+    with pytest.raises(BadBatch, match="target_probs"):
+        package.verify_sampled(tree, tokens, probs[:, :2], None, torch.zeros(1, 4))
+    with pytest.raises(BadBatch, match="draft_probs"):
+        package.verify_sampled(tree, tokens, probs, probs[..., :1], torch.zeros(1, 4))
+    with pytest.raises(BadBatch, match="uniforms"):
+        package.verify_sampled(tree, tokens, probs, None, torch.zeros(1, 3))
+
+
+# ---- sampled acceptance: written down, and the two packages against each other -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uniforms", "path", "bonus"),
+    [
+        ([0, 0.49, 0, 0.9], [0, 1, -1], 2),  # 0.49 < p(0): token 0; after it the target gives 2
+        ([0, 0.51, 0.49, 0.9], [0, 2, -1], 1),  # not 0; 0.49 < 0.25 / 0.5: token 1; after it the target gives 1
+        ([0, 0.51, 0.51, 0.0], [0, -1, -1], 2),  # neither: only 2 is left
+    ],
+)
+@both_packages
+def test_chosen_children_written_down(package, uniforms, path, bonus):
+    tree, tokens = package.build_tree([[-1, 0, 0]]), torch.tensor([[2, 0, 1]])
+    target = torch.tensor([[[0.5, 0.25, 0.25], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
+    done = package.verify_sampled(tree, tokens, target, None, torch.tensor([uniforms]))
+    assert (done.path.tolist(), done.bonus.tolist()) == ([path], [bonus])
+
+
+@pytest.mark.parametrize(
+    ("uniforms", "path", "bonus"),
+    [
+        ([0, 0.49, 0, 0.0], [0, 1, -1], 2),  # token 1: p / q = 0.25 / 0.5
+        ([0, 0.51, 0.99, 0.0], [0, 2, -1], 0),  # refused: (p - q)+ is all on 0, and q without 1 gives it half
+        ([0, 0.51, 0.0, 0.0], [0, 2, -1], 0),
+    ],
+)
+@both_packages
+def test_drawn_children_written_down(package, uniforms, path, bonus):
+    tree, tokens = package.build_tree([[-1, 0, 0]]), torch.tensor([[2, 1, 0]])
+    target = torch.tensor([[[0.5, 0.25, 0.25], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]])
+    draft = torch.tensor([[[0.25, 0.5, 0.25]] * 3])
+    done = package.verify_sampled(tree, tokens, target, draft, torch.tensor([uniforms]))
+    assert (done.path.tolist(), done.bonus.tolist()) == ([path], [bonus])
+
+
+@given(
+    forest=forests(largest=40), vocab=st.integers(1, 6), sharp=st.sampled_from([0.3, 1.0, 4.0]),
+    drawn=st.booleans(), dtype=st.sampled_from([torch.float32, torch.float64]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_both_accept_the_same_samples(forest, vocab, sharp, drawn, dtype, seed):
+    gen = generator(seed)
+    requests, drafts = len(forest), len(forest[0])
+    tokens = torch.randint(vocab, (requests, drafts), generator=gen)  # siblings may repeat a token
+    target, draft = (
+        (sharp * torch.randn(requests, drafts, vocab, generator=gen)).softmax(-1).to(dtype) for _ in range(2)
+    )
+    uniforms = torch.rand(requests, drafts + 1, generator=gen)
+    ref, fast = (
+        package.verify_sampled(package.build_tree(forest), tokens, target, draft if drawn else None, uniforms)
+        for package in (fa_ref, fa_fast)
+    )
+    assert tensors(ref) == tensors(fast)
+    assert bool((ref.bonus < vocab).all())
+
+
+@pytest.mark.parametrize("drafts", [64, 256])
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_both_accept_the_same_samples_of_large_trees(drafts, drawn):
+    gen = generator(drafts)
+    forest = [chain(drafts), star(drafts), random_tree(drafts, gen)]
+    probs = torch.randn(3, drafts, 300, generator=gen).softmax(-1)
+    tokens, uniforms = torch.randint(300, (3, drafts), generator=gen), 0.01 * torch.rand(3, drafts + 1, generator=gen)
+    ref, fast = (
+        package.verify_sampled(package.build_tree(forest), tokens, probs, probs if drawn else None, uniforms)
+        for package in (fa_ref, fa_fast)
+    )
+    assert tensors(ref) == tensors(fast)
+    assert ref.lengths.max() > 1
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+@both_packages
+def test_a_target_that_is_sure_makes_sampling_greedy(package, drawn):
+    gen = generator(3)
+    forest = [random_tree(30, gen) for _ in range(20)]
+    tree = package.build_tree(forest)
+    tokens, target = (torch.randint(3, (20, 30), generator=gen) for _ in range(2))
+    probs = torch.nn.functional.one_hot(target, 3).float()
+    draft = torch.full((20, 30, 3), 1 / 3) if drawn else None
+    done = package.verify_sampled(tree, tokens, probs, draft, torch.rand(20, 31, generator=gen))
+    assert is_greedy_walk(done, forest, tokens, target)
+
+
+# ---- sampled acceptance: the distribution ----------------------------------------------------------------------------
+#
+# Lossless means: whatever the tree, the token after a kept draft follows the target's distribution after that draft.
+# The chance of any longer text is the product of these.
+
+GRID = 12  # thresholds below are multiples of 1/2, 1/3 and 1/4: each falls between two of the 12 midpoints
+
+
+def grid(decisions: int) -> Tensor:
+    """Every combination of `decisions` uniforms from the midpoints (n + 0.5) / GRID."""
+    points = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
+    return torch.cartesian_prod(*[points] * decisions).reshape(-1, decisions)
+
+
+def spread(uniforms: Tensor, drafts: int) -> Tensor:
+    """Uniforms for the drafts after the root and for the bonus; the root's own column must not matter."""
+    return torch.cat([torch.full((len(uniforms), 1), math.nan, dtype=torch.float64), uniforms], dim=1)
+
+
+def following(done: Accepted, tokens: Tensor) -> list[list[tuple[int, int]]]:
+    """For each request (draft, next token) along its path."""
+    new = done.new_tokens(tokens).tolist()
+    return [
+        list(zip(path[:length], row[:length], strict=True))
+        for path, row, length in zip(done.path.tolist(), new, done.lengths.tolist(), strict=True)
+    ]
+
+
+CHOSEN = {
+    "chain": (chain(2), [3, 1]),
+    "chain-of-3": (chain(3), [3, 0, 1]),
+    "star": (star(3), [3, 1, 0]),
+    "star-with-a-repeated-token": (star(3), [3, 1, 1]),
+    "tree": ([-1, 0, 0, 1], [3, 0, 2, 2]),
+}
+QUARTERS = torch.tensor([[2, 1, 1, 0], [1, 1, 1, 1], [0, 1, 0, 3], [1, 2, 1, 0]]) / 4
+
+
+@pytest.mark.parametrize("shape", CHOSEN)
+@both_packages
+def test_chosen_children_leave_the_target_distribution_exactly(package, shape):
+    parents, tokens = CHOSEN[shape]
+    drafts = len(parents)
+    uniforms = spread(grid(drafts), drafts)
+    if package is fa_ref:
+        uniforms = uniforms[:: max(1, len(uniforms) // GRID**3)] if drafts < 4 else uniforms[:0]
+        if drafts == 4:  # 20 736 requests one by one are slow: the rows at which the last decision is the same
+            uniforms = spread(grid(drafts), drafts)[::GRID]
+            uniforms = torch.cat([uniforms[:, :-1], uniforms[:, -1:].remainder(1 / GRID) + 0.5], dim=1)
+    requests = len(uniforms)
+    ids = torch.tensor([tokens]).expand(requests, -1)
+    probs = QUARTERS[:drafts].expand(requests, -1, -1)
+    done = package.verify_sampled(package.build_tree([parents] * requests), ids, probs, None, uniforms)
+    counted = Counter(pair for request in following(done, ids) for pair in request)
+    for draft in range(drafts):
+        visits = sum(counted[draft, token] for token in range(4))
+        for token in range(4):
+            want = Fraction(float(QUARTERS[draft, token])) * visits
+            assert visits == 0 or counted[draft, token] == want, (draft, token, visits)
+    assert sum(counted[0, token] for token in range(4)) == requests
