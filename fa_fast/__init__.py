@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fa_fast.backend import FlashAttentionBackend
+    from fa_fast.multi_step import FlashAttentionMultiStepBackend
     from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
     from fa_fast.planning import plan_batch
     from fa_fast.planning.local import make_local_attention_virtual_batches
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fa_ref.api import *
 
 _HOME = {
+    "FlashAttentionMultiStepBackend": "fa_fast.multi_step",
     "FlashAttentionBackend": "fa_fast.backend",
     "build_tree": "fa_fast.speculative",
     "compact_kv": "fa_fast.speculative",
@@ -49,6 +51,7 @@ __all__ = [
     "DraftTree",
     "FaError",
     "FlashAttentionBackend",
+    "FlashAttentionMultiStepBackend",
     "ForwardBatch",
     "ForwardMode",
     "LayerKind",

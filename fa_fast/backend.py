@@ -5,7 +5,7 @@ The readable twin, with every step explained, is fa_ref.backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from fa_ref.api import (
     BadBatch,
     ForwardBatch,
     LayerKind,
+    TreePass,
     UnsupportedByProvider,
     layer_kind,
     window_left,
 )
-from fa_ref.api.checks import check_layer_inputs, check_window
+from fa_ref.api.bounds import write_slots
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_window
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 
@@ -62,16 +64,13 @@ class FlashAttentionBackend:
         speculative_num_steps: int = 0,
         provider: str | None = None,
     ) -> None:
-        if topk > 1 or speculative_num_steps or speculative_step_id:
-            raise UnsupportedByProvider(
-                f"speculative decoding (topk={topk}, speculative_num_steps={speculative_num_steps}) is not planned "
-                "yet; leave these arguments at 0"
-            )
         self.config = BackendConfig.from_model_runner(runner)
         refuse_unplanned_config(self.config)
         self.kernels: Provider = provider_for(self.config.device, provider)
         self.provider = self.kernels.CAPABILITY.provider
         self.skip_prefill = skip_prefill
+        self.speculative_step_id, self.topk = speculative_step_id, topk
+        self.speculative_num_steps = speculative_num_steps
         self._num_splits = 1 if self.config.deterministic else 0
         self._geometries: dict[tuple[int, torch.dtype, bool], tuple[Any, _Geometry]] = {}  # and the layer each is of
         self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
@@ -89,7 +88,14 @@ class FlashAttentionBackend:
         batch = ForwardBatch.of(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
-        self._plan = plan_batch(batch, self.config)
+        self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
+
+    def use_plan(self, plan: AttentionPlan) -> None:
+        """Take a plan made elsewhere: the steps of a draft are planned together."""
+        if self.config.tree_attention == "expand":
+            expanded = {kind: tuple(map(_expanded, passes)) for kind, passes in plan.passes.items()}
+            plan = replace(plan, passes=expanded)
+        self._plan = plan
         self._schedules.clear()
 
     def forward(
@@ -130,7 +136,8 @@ class FlashAttentionBackend:
             k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
             v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
             if save_kv_cache:
-                write_kv(pool, layer, forward_batch.out_cache_loc, k, v)
+                loc = write_slots(ForwardBatch.of(forward_batch), self.speculative_step_id, plan.num_tokens)
+                write_kv(pool, layer, loc, k, v)
         queries = q.reshape(-1, geometry.heads, geometry.head_dim)
         if queries.shape[0] == 0 or not passes:
             return q.new_zeros(queries.shape[0], geometry.heads * geometry.v_head_dim)
@@ -206,11 +213,45 @@ class FlashAttentionBackend:
             return out
         if len(passes) == 1:
             return self._call(passes[0], q, k, v, layer, geometry, pool, sinks, False)
-        states = [self._call(step, q, k, v, layer, geometry, pool, sinks, True) for step in passes]
-        out, lse = states[0]
-        for other, other_lse in states[1:]:
-            out, lse = self.kernels.merge_state(out, lse, other, other_lse)
-        return out
+        for step in passes:
+            check_cut(step, layer)
+        tree = passes[-1] if isinstance(passes[-1], TreePass) else None
+        parts = passes[:-1] if tree is not None else passes
+        out, lse = self._call(parts[0], q, k, v, layer, geometry, pool, sinks, True)
+        for step in parts[1:]:
+            out, lse = self.kernels.merge_state(
+                out, lse, *self._call(step, q, k, v, layer, geometry, pool, sinks, True)
+            )
+        return out if tree is None else self._tree(tree, q, layer, geometry, pool, sinks, out, lse)
+
+    def _tree(
+        self,
+        step: TreePass,
+        q: Tensor,
+        layer: Any,
+        geometry: _Geometry,
+        pool: Any,
+        sinks: Tensor | None,
+        prefix_out: Tensor,
+        prefix_lse: Tensor,
+    ) -> Tensor:
+        """The draft tokens under their tree mask, joined with the prefix's state in the same kernel."""
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        fp8 = keys.dtype == FP8
+        return self.kernels.tree_attention(
+            q,
+            keys,
+            values,
+            step.slots,
+            step.mask,
+            softmax_scale=layer.scaling,
+            softcap=geometry.softcap,
+            sinks=sinks if step.takes_sinks else None,
+            k_scale=head_scale(layer.k_scale, q.device) if fp8 else None,
+            v_scale=head_scale(layer.v_scale, q.device) if fp8 else None,
+            prefix_out=prefix_out,
+            prefix_lse=prefix_lse,
+        )
 
     def _call(
         self,
@@ -288,6 +329,10 @@ class FlashAttentionBackend:
                 num_splits=self._num_splits,
             )
         return self._schedules[key]
+
+
+def _expanded(step: AttentionPass | TreePass) -> AttentionPass:
+    return step.expanded() if isinstance(step, TreePass) else step
 
 
 def _descale(layer: Any, name: str, step: AttentionPass, geometry: _Geometry, device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ from fa_ref.api.speculative import (
     check_selection,
     check_shape,
     check_topk,
+    depth_bound,
     parents_tensor,
 )
 
@@ -43,15 +44,16 @@ def build_tree(parents: Tensor | Sequence[Sequence[int]], max_depth: int | None 
     """
     parents = parents_tensor(parents)
     drafts = parents.shape[1]
-    max_depth = drafts - 1 if max_depth is None else max_depth
+    max_depth = levels = depth_bound(drafts, max_depth)
     if device_checks_enabled():
         check_parents(parents)
+        levels = drafts - 1  # enough to see a draft that is too deep
     # After n rounds row i holds its 2^n nearest ancestors and `jump` is the one 2^n levels up. The root, an ancestor
     # of every draft, jumps to itself.
     jump = parents.clamp(min=0)
     draft = torch.arange(drafts, device=parents.device)
     ancestors = (draft == draft[:, None]) | (draft == jump[:, :, None])
-    for _ in range(max(max_depth - 1, 0).bit_length()):
+    for _ in range(max(levels - 1, 0).bit_length()):
         ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand_as(ancestors))
         jump = jump.gather(1, jump)
     depth = ancestors.sum(dim=-1) - 1

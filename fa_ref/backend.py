@@ -63,7 +63,6 @@ class FlashAttentionBackend:
         self.speculative_step_id, self.topk = speculative_step_id, topk
         self.speculative_num_steps = speculative_num_steps
         self.oracle_dtype = torch.float32  # set to torch.float64 for a finer oracle
-        self._batch: ForwardBatch | None = None
         self._plan: AttentionPlan | None = None
 
     @property
@@ -78,8 +77,11 @@ class FlashAttentionBackend:
         batch = ForwardBatch.of(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
-        self._plan = plan_batch(batch, self.config, self.speculative_step_id)
-        self._batch = batch
+        self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
+
+    def use_plan(self, plan: AttentionPlan) -> None:
+        """Take a plan made elsewhere: the steps of a draft are planned together."""
+        self._plan = plan
 
     def forward(
         self,

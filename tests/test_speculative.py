@@ -1,4 +1,4 @@
-"""Trees of drafts: built, grown, accepted and compacted as written down by hand, by definition, and by the other package.
+"""Trees of drafts: built, grown, accepted and compacted as written down, by definition, and by the other package.
 
 The sampled acceptance is checked twice: exactly, by summing over a grid of uniforms on which every threshold falls
 between two points, and by chi-square on random distributions.
@@ -199,6 +199,8 @@ def test_a_draft_below_the_given_depth_is_refused(package, monkeypatch):
     monkeypatch.setenv("FA_CHECK", "1")
     with pytest.raises(BadBatch, match="max_depth is 1"):
         package.build_tree([chain(3)], max_depth=1)
+    with pytest.raises(BadBatch, match="max_depth is -1"):
+        package.build_tree([chain(3)], max_depth=-1)
 
 
 # ---- beams ------------------------------------------------------------------------------------------------------
@@ -399,7 +401,7 @@ def test_acceptance_refuses_wrong_shapes(package):
         package.verify_sampled(tree, tokens, probs, None, torch.zeros(1, 3))
 
 
-# ---- sampled acceptance: written down, and the two packages against each other -----------------------------------------
+# ---- sampled acceptance: written down, and the two packages compared -----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -497,7 +499,7 @@ def grid(decisions: int) -> Tensor:
     return torch.cartesian_prod(*[points] * decisions).reshape(-1, decisions)
 
 
-def spread(uniforms: Tensor, drafts: int) -> Tensor:
+def spread(uniforms: Tensor) -> Tensor:
     """Uniforms for the drafts after the root and for the bonus; the root's own column must not matter."""
     return torch.cat([torch.full((len(uniforms), 1), math.nan, dtype=torch.float64), uniforms], dim=1)
 
@@ -511,35 +513,493 @@ def following(done: Accepted, tokens: Tensor) -> list[list[tuple[int, int]]]:
     ]
 
 
+QUARTERS = torch.tensor([[2, 1, 1, 0], [1, 1, 1, 1], [0, 1, 0, 3], [1, 2, 1, 0]]) / 4
 CHOSEN = {
-    "chain": (chain(2), [3, 1]),
-    "chain-of-3": (chain(3), [3, 0, 1]),
+    "root-alone": (chain(1), [3]),
+    "chain": (chain(3), [3, 0, 1]),
     "star": (star(3), [3, 1, 0]),
     "star-with-a-repeated-token": (star(3), [3, 1, 1]),
     "tree": ([-1, 0, 0, 1], [3, 0, 2, 2]),
 }
-QUARTERS = torch.tensor([[2, 1, 1, 0], [1, 1, 1, 1], [0, 1, 0, 3], [1, 2, 1, 0]]) / 4
 
 
-@pytest.mark.parametrize("shape", CHOSEN)
-@both_packages
+@pytest.mark.parametrize(
+    ("package", "shape"),
+    [(package, shape) for package in (fa_ref, fa_fast) for shape in CHOSEN if (package, shape) != (fa_ref, "tree")],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # the reference takes requests one by one: 12 ** 4 are too many for it
 def test_chosen_children_leave_the_target_distribution_exactly(package, shape):
     parents, tokens = CHOSEN[shape]
-    drafts = len(parents)
-    uniforms = spread(grid(drafts), drafts)
-    if package is fa_ref:
-        uniforms = uniforms[:: max(1, len(uniforms) // GRID**3)] if drafts < 4 else uniforms[:0]
-        if drafts == 4:  # 20 736 requests one by one are slow: the rows at which the last decision is the same
-            uniforms = spread(grid(drafts), drafts)[::GRID]
-            uniforms = torch.cat([uniforms[:, :-1], uniforms[:, -1:].remainder(1 / GRID) + 0.5], dim=1)
-    requests = len(uniforms)
-    ids = torch.tensor([tokens]).expand(requests, -1)
-    probs = QUARTERS[:drafts].expand(requests, -1, -1)
-    done = package.verify_sampled(package.build_tree([parents] * requests), ids, probs, None, uniforms)
-    counted = Counter(pair for request in following(done, ids) for pair in request)
-    for draft in range(drafts):
-        visits = sum(counted[draft, token] for token in range(4))
-        for token in range(4):
-            want = Fraction(float(QUARTERS[draft, token])) * visits
-            assert visits == 0 or counted[draft, token] == want, (draft, token, visits)
-    assert sum(counted[0, token] for token in range(4)) == requests
+    uniforms = spread(grid(len(parents)))
+    ids, probs = torch.tensor([tokens]), QUARTERS[: len(parents)]
+    done = package.verify_sampled(
+        package.build_tree([parents] * len(uniforms)),
+        ids.expand(len(uniforms), -1),
+        probs.expand(len(uniforms), -1, -1),
+        None,
+        uniforms,
+    )
+    counted = Counter(pair for request in following(done, ids.expand(len(uniforms), -1)) for pair in request)
+    visits = [sum(counted[draft, token] for token in range(4)) for draft in range(len(parents))]
+    assert visits[0] == len(uniforms) and min(visits[:2]) > 0
+    for draft, token in itertools.product(range(len(parents)), range(4)):
+        assert counted[draft, token] == Fraction(probs[draft, token].item()) * visits[draft], (draft, token)
+
+
+@both_packages
+def test_children_drawn_in_turn_leave_the_target_distribution_exactly(package):
+    """Two children, drawn without replacement: each pair of tokens weighs as much as its chance to be drawn."""
+    p, q = (torch.tensor(values, dtype=torch.float64) / 12 for values in ([2, 4, 6], [6, 3, 3]))
+    after = torch.tensor([[1, 2, 1], [2, 0, 2], [0, 1, 3]], dtype=torch.float64) / 4
+    uniforms = spread(grid(3))
+    requests, tree = len(uniforms), package.build_tree([star(3)] * GRID**3)
+    chance: Counter[int] = Counter()
+    for first, second in itertools.permutations(range(3), 2):
+        tokens = torch.tensor([[0, first, second]]).expand(requests, -1)
+        target = torch.stack([p, after[first], after[second]]).expand(requests, -1, -1)
+        draft = torch.stack([q, q, q]).expand(requests, -1, -1)
+        done = package.verify_sampled(tree, tokens, target, draft, uniforms)
+        counted = Counter(pair for request in following(done, tokens) for pair in request)
+        weights = [Fraction(6, 12), Fraction(3, 12), Fraction(3, 12)]
+        for token in range(3):
+            chance[token] += weights[first] * weights[second] / (1 - weights[first]) * counted[0, token]
+        for child in (1, 2):
+            visits = sum(counted[child, token] for token in range(3))
+            assert [counted[child, token] for token in range(3)] == (target[0, child] * visits).tolist()
+    assert [chance[token] / requests for token in range(3)] == [Fraction(n, 12) for n in (2, 4, 6)]
+
+
+SHAPES = {"chain": chain(4), "star": star(4), "tree": [-1, 0, 0, 1, 1, 2, 0, 3]}
+VOCAB = 5
+MANY = 40_000
+
+
+def drawn_tokens(parents: list[int], draft: Tensor, gen: torch.Generator) -> Tensor:
+    """Tokens [requests, drafts]; the children of a draft are drawn from draft[its token], without replacement."""
+    tokens = torch.zeros(MANY, len(parents), dtype=torch.int64)
+    for parent in range(len(parents)):
+        children = [child for child, its in enumerate(parents) if its == parent]
+        if children:
+            tokens[:, children] = draft[tokens[:, parent]].multinomial(len(children), generator=gen)
+    return tokens
+
+
+def misfit(done: Accepted, tokens: Tensor, target: Tensor) -> float:
+    """Chi-square of the token after each kept draft against target[the draft's token], in standard deviations."""
+    kept = done.path >= 0
+    after = done.new_tokens(tokens)[kept]
+    before = tokens.gather(1, done.path.clamp(min=0))[kept]
+    seen = torch.bincount(before * VOCAB + after, minlength=VOCAB**2).reshape(VOCAB, VOCAB).double()
+    want = seen.sum(dim=1, keepdim=True) * target.double()
+    freedom = VOCAB * (VOCAB - 1)
+    chi = float(((seen - want) ** 2 / want.clamp(min=1e-9)).sum())
+    return ((chi / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))  # Wilson and Hilferty
+
+
+def sampled_problem(shape: str, drawn: bool, seed: int) -> tuple[list[int], Tensor, Tensor, Tensor, Tensor]:
+    """(parents, tokens, target, draft, uniforms): both distributions are tables [token, next token]."""
+    gen = generator(seed)
+    target, draft = (torch.randn(VOCAB, VOCAB, generator=gen).softmax(-1) for _ in range(2))
+    parents = SHAPES[shape]
+    tokens = drawn_tokens(parents, draft, gen) if drawn else drawn_tokens(parents, draft, gen)[:1].repeat(MANY, 1)
+    return parents, tokens, target, draft, torch.rand(MANY, len(parents) + 1, generator=gen)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+def test_samples_have_the_target_distribution(shape, drawn):
+    for seed in range(3):
+        parents, tokens, target, draft, uniforms = sampled_problem(shape, drawn, seed)
+        tree = fa_fast.build_tree([parents]).parents.expand(MANY, -1)
+        done = fa_fast.verify_sampled(
+            fa_fast.build_tree(tree), tokens, target[tokens], draft[tokens] if drawn else None, uniforms
+        )
+        assert misfit(done, tokens, target) < 4
+        few = slice(0, 200)
+        ref = fa_ref.verify_sampled(
+            fa_ref.build_tree([parents] * 200), tokens[few], target[tokens[few]],
+            draft[tokens[few]] if drawn else None, uniforms[few],
+        )  # fmt: skip
+        assert torch.equal(ref.path, done.path[few]) and torch.equal(ref.bonus, done.bonus[few])
+
+
+def wrong_target(args: dict[str, Any]) -> None:
+    args["target_probs"] = (args["target_probs"].log() * 1.1).softmax(-1)
+
+
+def chosen_as_drawn(args: dict[str, Any]) -> None:
+    args["tokens"] = args["tokens"][:1].expand_as(args["tokens"])
+    args["target_probs"] = args["target_probs"][:1].expand_as(args["target_probs"])
+    args["draft_probs"] = args["draft_probs"][:1].expand_as(args["draft_probs"])
+
+
+def wrong_draft(args: dict[str, Any]) -> None:
+    args["draft_probs"] = torch.full_like(args["draft_probs"], 1 / VOCAB)
+
+
+def one_uniform_for_all(args: dict[str, Any]) -> None:
+    args["uniforms"] = args["uniforms"][:, :1].expand_as(args["uniforms"])
+
+
+def siblings_in_another_order(args: dict[str, Any]) -> None:
+    args["tokens"] = args["tokens"][:, [0, 3, 2, 1]]
+    args["target_probs"] = args["target_probs"][:, [0, 3, 2, 1]]
+
+
+WRONG_SAMPLING: list[Callable[[dict[str, Any]], None]] = [
+    wrong_target,
+    chosen_as_drawn,
+    wrong_draft,
+    one_uniform_for_all,
+    siblings_in_another_order,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SAMPLING, ids=lambda wrong: wrong.__name__)
+def test_the_chi_square_sees_wrong_sampling(wrong):
+    parents, tokens, target, draft, uniforms = sampled_problem("star", True, 0)
+    args = dict(tokens=tokens, target_probs=target[tokens], draft_probs=draft[tokens], uniforms=uniforms)
+    wrong(args)
+    done = fa_fast.verify_sampled(fa_fast.build_tree([parents] * MANY), **args)
+    assert misfit(done, args["tokens"], target) > 8
+
+
+def test_the_chi_square_sees_a_bonus_that_may_be_a_refused_child(monkeypatch):
+    parents, tokens, target, _, uniforms = sampled_problem("star", False, 0)
+    monkeypatch.setattr(
+        fa_fast.speculative,
+        "_without_children",
+        lambda tree, tokens, p, last: p.take_along_dim(last[..., None], 1)[:, 0],
+    )
+    done = fa_fast.verify_sampled(fa_fast.build_tree([parents] * MANY), tokens, target[tokens], None, uniforms.double())
+    assert misfit(done, tokens, target) > 8
+
+
+# ---- compaction ------------------------------------------------------------------------------------------------------
+
+POOLS = ("mha", "mha-fp8", "mla", "two-pools")
+
+
+def pool_of(name: str, size: int, page_size: int) -> Any:
+    """A pool of two layers (a window layer more with two pools), the padding page zero and the rest NaN."""
+    shape: dict[str, Any] = dict(size=size, page_size=page_size, head_num=2, head_dim=4, v_head_dim=3)
+    if name == "mla":
+        pool: Any = MLAKVPool(
+            size=size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=4, qk_rope_head_dim=2, layer_num=2
+        )
+    elif name == "two-pools":
+        full, window = (MHAKVPool(dtype=torch.float32, layer_num=n, **shape) for n in (2, 1))
+        pool = SWAKVPool(full_pool=full, swa_pool=window, full_layer_ids=[0, 2], swa_layer_ids=[1])
+        pages = 1 + torch.randperm(size // page_size)
+        slots = pages[:, None] * page_size + torch.arange(page_size)
+        pool.full_to_swa_index_mapping[page_size:] = slots.flatten().int()
+    else:
+        pool = MHAKVPool(dtype=FP8 if name.endswith("fp8") else torch.float32, layer_num=2, **shape)
+    for buffer in buffers(pool):
+        raw(buffer)[page_size:] = raw(torch.tensor(math.nan).to(buffer.dtype).reshape(1))[0]
+    return pool
+
+
+def buffers(pool: Any) -> list[Tensor]:
+    if isinstance(pool, SWAKVPool):
+        return [*buffers(pool.full_kv_pool), *buffers(pool.swa_kv_pool)]
+    return pool.kv_buffer if isinstance(pool, MLAKVPool) else [*pool.k_buffer, *pool.v_buffer]
+
+
+def raw(buffer: Tensor) -> Tensor:
+    """The bits: NaN equals NaN there."""
+    return buffer.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.element_size()])
+
+
+def slot_maps(pool: Any) -> list[Callable[[int], int]]:
+    """How each of `buffers` numbers the slots of the full pool."""
+    if not isinstance(pool, SWAKVPool):
+        return [int] * len(buffers(pool))
+    mapping = pool.full_to_swa_index_mapping.tolist()
+    return [int] * len(buffers(pool.full_kv_pool)) + [mapping.__getitem__] * len(buffers(pool.swa_kv_pool))
+
+
+def scattered(name: str, page_size: int, seed: int, drafts: int = 7) -> tuple[Any, Tensor, Tensor, Tensor, Accepted]:
+    """compact_kv's arguments: three requests in scattered pages, finite where accepted drafts are, NaN elsewhere."""
+    torch.manual_seed(seed)
+    seq_lens, requests = [5, 0, page_size], 3
+    columns = max(seq_lens) + drafts
+    pages = -(-columns // page_size)
+    pool = pool_of(name, size=3 * requests * pages * page_size, page_size=page_size)
+    order = 1 + torch.randperm(3 * requests * pages)
+    req_to_token = torch.zeros(requests + 2, columns, dtype=torch.int32)
+    rows = torch.tensor([4, 1, 3])
+    for row, mine in zip(rows.tolist(), order[: requests * pages].reshape(requests, pages), strict=True):
+        slots = (mine[:, None] * page_size + torch.arange(page_size)).flatten()
+        req_to_token[row] = slots[:columns]
+    gen = generator(seed)
+    forest = [random_tree(drafts, gen), chain(drafts), star(drafts)]
+    paths = []
+    for parents in forest:
+        end = int(torch.randint(2, drafts, (), generator=gen))  # so that the star's moves
+        paths.append(sorted(above(parents, end)))
+    path = torch.tensor([p + [-1] * (drafts - len(p)) for p in paths])
+    lengths = torch.tensor([len(p) for p in paths])
+    for buffer, number in zip(buffers(pool), slot_maps(pool), strict=True):
+        for row, start, drafts_kept in zip(rows.tolist(), seq_lens, paths, strict=True):
+            for draft in drafts_kept:
+                slot = number(int(req_to_token[row, start + draft]))
+                buffer[slot] = torch.randn(buffer.shape[1:], generator=gen).to(buffer.dtype)
+    done = Accepted(path=path, lengths=lengths, bonus=torch.zeros(requests, dtype=torch.int64))
+    return pool, req_to_token, rows, torch.tensor(seq_lens), done
+
+
+def compacted_by_loop(pool: Any, req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, done: Accepted) -> list[Tensor]:
+    """The bits of every buffer afterwards, one token at a time."""
+    expected = []
+    for buffer, number in zip(buffers(pool), slot_maps(pool), strict=True):
+        before, after = raw(buffer).clone(), raw(buffer).clone()
+        for request in range(len(rows)):
+            slots = [number(slot) for slot in req_to_token[rows[request], seq_lens[request] :].tolist()]
+            for place in range(int(done.lengths[request])):
+                after[slots[place]] = before[slots[int(done.path[request, place])]]
+        expected.append(after)
+    return expected
+
+
+def same_bits(pool: Any, expected: list[Tensor]) -> bool:
+    return all(torch.equal(raw(buffer), bits) for buffer, bits in zip(buffers(pool), expected, strict=True))
+
+
+@both_packages
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", POOLS)
+def test_compaction_moves_what_a_loop_moves_and_nothing_else(package, name, page_size):
+    for seed in range(4):
+        arguments = scattered(name, page_size, seed)
+        pool, req_to_token, rows, seq_lens, done = arguments
+        expected, table = compacted_by_loop(*arguments), req_to_token.clone()
+        package.compact_kv(*arguments)
+        assert same_bits(pool, expected)
+        assert torch.equal(req_to_token, table)
+        for buffer, number in zip(buffers(pool), slot_maps(pool), strict=True):
+            assert not bool(raw(buffer)[:page_size].any())  # the padding page stays zero
+            for row, start, length in zip(rows.tolist(), seq_lens.tolist(), done.lengths.tolist(), strict=True):
+                slots = [number(slot) for slot in req_to_token[row, start : start + length].tolist()]
+                assert bool(buffer[slots].float().isfinite().all())
+
+
+@both_packages
+@pytest.mark.parametrize("name", POOLS)
+def test_the_loop_sees_one_wrong_draft_and_one_more_row(package, name):
+    arguments = scattered(name, 3, 0)
+    pool, *_, done = arguments
+    expected = compacted_by_loop(*arguments)
+    request = int((done.lengths < done.path.shape[1]).nonzero()[-1])
+    last = int(done.lengths[request]) - 1
+    sibling = done.path.clone()
+    sibling[request, last] = sibling[request, last] % (done.path.shape[1] - 1) + 1
+    longer = done.path.clone()
+    longer[request, last + 1] = done.path[request, last]
+    for path, lengths in ((sibling, done.lengths), (longer, done.lengths + (longer != done.path).sum(dim=1))):
+        broken = scattered(name, 3, 0)
+        package.compact_kv(*broken[:-1], replace(done, path=path, lengths=lengths))
+        assert not same_bits(broken[0], expected)
+    package.compact_kv(*arguments)
+    assert same_bits(pool, expected)
+
+
+@both_packages
+def test_the_window_pool_is_addressed_by_its_own_slots(package):
+    arguments = scattered("two-pools", 3, 1)
+    pool = arguments[0]
+    expected = compacted_by_loop(*arguments)
+    pool.full_to_swa_index_mapping.copy_(torch.arange(len(pool.full_to_swa_index_mapping)))
+    package.compact_kv(*arguments)
+    assert not same_bits(pool, expected)
+
+
+@both_packages
+def test_drafts_at_the_end_of_the_table_are_compacted_and_past_it_refused(package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    pool, req_to_token, rows, seq_lens, done = scattered("mha", 1, 0)
+    wide = replace(done, path=torch.cat([done.path, torch.full((3, 4), -1)], dim=1))  # columns no table has, not used
+    expected = compacted_by_loop(pool, req_to_token, rows, seq_lens, wide)
+    package.compact_kv(pool, req_to_token, rows, seq_lens, wide)
+    assert same_bits(pool, expected)
+    with pytest.raises(BadPageTable, match="extra_tokens"):
+        package.compact_kv(pool, req_to_token, rows, seq_lens + req_to_token.shape[1], done)
+    with pytest.raises(BadBatch, match="seq_lens"):
+        package.compact_kv(pool, req_to_token, rows, seq_lens[:2], done)
+
+
+# ---- one thing wrong at a time ---------------------------------------------------------------------------------------
+
+
+@both_packages
+@pytest.mark.parametrize("parents", [chain(5), star(5), [-1, 0, 0, 1, 1, 2, 3]], ids=str)
+def test_one_ancestor_more_or_less_is_noticed(package, parents):
+    """Every single entry of the ancestors matters: to the tree, and to the mask that verification takes."""
+    tree, lens = package.build_tree([parents]), torch.tensor([2])
+    assert is_tree_of(tree, [parents])
+    for row, column in itertools.product(range(len(parents)), repeat=2):
+        ancestors = tree.ancestors.clone()
+        ancestors[0, row, column] ^= True
+        broken = replace(tree, ancestors=ancestors)
+        assert not is_tree_of(broken, [parents])
+        assert broken.custom_mask(lens).tolist() != mask_by_loop([parents], lens.tolist())
+
+
+def test_one_ancestor_less_lets_fa_fast_accept_what_walking_does_not():
+    tree = fa_fast.build_tree([chain(3)])
+    tokens, target = torch.tensor([[0, 1, 2]]), torch.tensor([[5, 2, 3]])  # draft 2 is right, its parent is not
+    assert is_greedy_walk(fa_fast.verify_greedy(tree, tokens, target), [chain(3)], tokens, target)
+    ancestors = tree.ancestors.clone()
+    ancestors[0, 2, 1] = False
+    broken = replace(tree, ancestors=ancestors, depth=ancestors.sum(dim=-1) - 1)
+    assert not is_greedy_walk(fa_fast.verify_greedy(broken, tokens, target), [chain(3)], tokens, target)
+
+
+@both_packages
+def test_the_wrong_sibling_is_noticed(package):
+    forest = [[-1, 0, 0, 1, 2]]
+    tree = package.build_tree(forest)
+    tokens, target = torch.tensor([[0, 1, 2, 3, 3]]), torch.tensor([[2, 3, 3, 7, 8]])
+    done = package.verify_greedy(tree, tokens, target)
+    assert done.path.tolist() == [[0, 2, 4, -1, -1]]
+    for path, bonus in (([0, 1, 3, -1, -1], 7), ([0, 2, 3, -1, -1], 7), ([0, 1, 4, -1, -1], 8), ([0, 2, 4, -1, -1], 7)):
+        wrong = replace(done, path=torch.tensor([path]), bonus=torch.tensor([bonus]))
+        assert not is_greedy_walk(wrong, forest, tokens, target)
+    for lengths in (2, 4):
+        assert not is_greedy_walk(replace(done, lengths=torch.tensor([lengths])), forest, tokens, target)
+
+
+# ---- without asking the device ---------------------------------------------------------------------------------------
+
+
+def one_round(package: Any, device: str, seed: int = 0) -> list[Any]:
+    """Every function once, on a device; seq_lens_cpu is the only value on the host. Returns every result."""
+    gen, requests, topk, vocab, drafts = generator(seed), 2, 3, 9, 8
+
+    def there(values: Tensor) -> Tensor:
+        return values.to(device)
+
+    beams = package.start(there(logprobs(requests, vocab, gen=gen)), topk)
+    for _ in range(2):
+        beams = package.grow(beams, there(logprobs(requests, topk, vocab, gen=gen)))
+    tokens, tree = package.select(beams, there(torch.tensor([4, 5])), drafts)
+    lens = torch.tensor([3, 6])
+    mask, positions = tree.custom_mask(there(lens), lens), tree.positions(there(lens))
+    again = package.build_tree(tree.parents)
+    target, draft = (there(torch.randn(requests, drafts, vocab, generator=gen).softmax(-1)) for _ in range(2))
+    uniforms = there(torch.rand(requests, drafts + 1, generator=gen))
+    done = [
+        package.verify_greedy(tree, tokens, target.argmax(dim=-1)),
+        package.verify_sampled(tree, tokens, target, None, uniforms),
+        package.verify_sampled(tree, tokens, target, draft, uniforms),
+    ]
+    moved = []
+    for name in POOLS:
+        pool, req_to_token, rows, seq_lens, accepted = on_device(scattered(name, 3, seed), device)
+        package.compact_kv(pool, req_to_token, rows, seq_lens, accepted)
+        moved += buffers(pool)
+    records = [*done, beams, tree, again]
+    values = [getattr(record, f.name) for record in records for f in fields(record)]
+    return [tokens, mask, positions, *values, *moved, *[record.new_tokens(tokens) for record in done]]
+
+
+def on_device(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """compact_kv's arguments on a device."""
+    pool, *rest, done = arguments
+    for part in (pool.full_kv_pool, pool.swa_kv_pool) if isinstance(pool, SWAKVPool) else (pool,):
+        for name in ("k_buffer", "v_buffer", "kv_buffer"):
+            if hasattr(part, name):
+                setattr(part, name, [buffer.to(device) for buffer in getattr(part, name)])
+    if isinstance(pool, SWAKVPool):
+        pool.full_to_swa_index_mapping = pool.full_to_swa_index_mapping.to(device)
+    moved = Accepted(**{f.name: getattr(done, f.name).to(device) for f in fields(done)})
+    return (pool, *[value.to(device) for value in rest], moved)
+
+
+def test_fa_fast_never_reads_a_value(monkeypatch):
+    """Tensors on the meta device have no values: reading one raises."""
+    monkeypatch.setenv("FA_CHECK", "0")
+    real, shapes = one_round(fa_fast, "cpu"), one_round(fa_fast, "meta")
+    for value, shape in zip(real, shapes, strict=True):
+        if isinstance(value, Tensor):
+            assert shape.is_meta and (value.shape, value.dtype) == (shape.shape, shape.dtype)
+        else:
+            assert value == shape
+
+
+@pytest.mark.parametrize("package", [fa_ref, fa_fast], ids=lambda package: package.__name__)
+def test_the_meta_device_catches_a_read_value(package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")  # fa_fast's checks read values too
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        one_round(package, "meta")
+
+
+def test_a_whole_round_is_the_same_in_both_packages():
+    for ref, fast in zip(one_round(fa_ref, "cpu"), one_round(fa_fast, "cpu"), strict=True):
+        if isinstance(ref, Tensor) and ref.is_floating_point():
+            assert torch.equal(raw(ref), raw(fast))
+        else:
+            assert torch.equal(ref, fast) if isinstance(ref, Tensor) else ref == fast
+
+
+@pytest.mark.gpu
+def test_a_whole_round_never_synchronises_the_gpu():
+    """The round's inputs are copied to the device while synchronising is allowed, then everything runs without."""
+    expected = one_round(fa_fast, "cpu")
+    torch.cuda.synchronize()
+    for want, got in zip(expected, one_round(quiet(fa_fast), "cuda"), strict=True):
+        if not isinstance(want, Tensor):
+            assert want == got
+        elif want.dtype == torch.float32 and not bool(want.isnan().any()):
+            torch.testing.assert_close(got.cpu(), want)
+        elif want.is_floating_point():
+            assert torch.equal(raw(got.cpu()), raw(want))
+        else:
+            assert torch.equal(got.cpu(), want)
+
+
+def quiet(package: Any) -> Any:
+    """The package's functions with every synchronisation inside them an error."""
+
+    class Quiet:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return getattr(package, name)(*args)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+            return call
+
+    return Quiet()
+
+
+@pytest.mark.gpu
+def test_acceptance_is_replayed_from_a_graph():
+    gen, requests, drafts, vocab = generator(5), 4, 16, 32
+    forest = torch.tensor([random_tree(drafts, gen) for _ in range(requests)])
+
+    def inputs() -> list[Tensor]:
+        probs = [torch.randn(requests, drafts, vocab, generator=gen).softmax(-1) for _ in range(2)]
+        tokens = torch.randint(vocab, (requests, drafts), generator=gen)
+        return [tokens, *probs, torch.rand(requests, drafts + 1, generator=gen)]
+
+    first, second = inputs(), inputs()
+    static = [value.cuda() for value in (forest, *first)]
+
+    def run() -> Accepted:
+        return fa_fast.verify_sampled(fa_fast.build_tree(static[0]), *static[1:])
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        done = run()
+    for value, new in zip(static[1:], second, strict=True):
+        value.copy_(new)
+    graph.replay()
+    want = fa_ref.verify_sampled(fa_ref.build_tree(forest), *second)
+    assert tensors(done) == tensors(want)

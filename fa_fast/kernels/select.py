@@ -22,6 +22,7 @@ class Provider(Protocol):
     flash_attn_with_kvcache: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
     merge_state: Callable[..., Any]
+    tree_attention: Callable[..., Any]
     get_scheduler_metadata: Callable[..., Any] | None
 
 

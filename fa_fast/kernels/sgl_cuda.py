@@ -154,6 +154,13 @@ def merge_state(
     return launch(out_a, lse_a, out_b, lse_b, out)
 
 
+def tree_attention(*arguments: Any, **named: Any) -> Tensor:
+    """Suffix and merge of a cascade in one Triton kernel; arguments of kernels.tree.tree_attention_torch."""
+    from fa_fast.triton_ops.tree_attention import tree_attention as launch
+
+    return launch(*arguments, **named)
+
+
 def _sinks(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.to(torch.bfloat16)
 

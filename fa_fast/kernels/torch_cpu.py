@@ -18,6 +18,7 @@ from fa_fast.kernels._cpu_attend import Rows, run
 from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
 from fa_fast.kernels._cpu_visible import Visible
 from fa_fast.kernels.capability import Capability
+from fa_fast.kernels.tree import tree_attention_torch as tree_attention
 from fa_ref.api.errors import BadBatch
 
 _CPU = torch.device("cpu")
@@ -46,6 +47,8 @@ CAPABILITY = Capability(
 def load() -> None:
     """Nothing to load: PyTorch is there."""
 
+
+__all__ = ["CAPABILITY", "flash_attn_varlen_func", "flash_attn_with_kvcache", "load", "merge_state", "tree_attention"]
 
 get_scheduler_metadata = None  # there is no tile scheduler here: work is planned inside each call
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fa_fast.planning.decode import plan_decode
+from fa_fast.planning.draft import plan_draft, plan_draft_steps
 from fa_fast.planning.extend import plan_extend
-from fa_ref.api import AttentionPlan, BackendConfig, ForwardBatch
+from fa_fast.planning.verify import plan_verify
+from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.checks import check_batch, new_tokens
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 
 
-def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
-    """The kernel calls of a batch, for every kind of layer that `config` has.
+def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPlan:
+    """The kernel calls of a batch, for every kind of layer that `config` has; `step` of draft decoding, from 0.
 
     Reads host copies of lengths where the batch has them and static bounds where not; never synchronises, unless
     FA_CHECK=1. Errors are those of the twin in fa_ref, which explains the plan.
@@ -20,14 +22,42 @@ def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
     batch = ForwardBatch.of(batch)
     refuse_unplanned(batch)
     check_batch(batch, config)
-    mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
+    passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
+    return AttentionPlan(
+        forward_mode=batch.forward_mode, num_tokens=new_tokens(batch), passes=passes, refused=refused
+    )
+
+
+def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
+    """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
+    batch = ForwardBatch.of(batch)
+    refuse_unplanned(batch)
+    check_batch(batch, config)
+    kinds, refused = layer_kinds(config)
+    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in kinds}
+    return [
+        AttentionPlan(
+            forward_mode=batch.forward_mode,
+            num_tokens=new_tokens(batch),
+            passes={kind: plans[step] for kind, plans in by_kind.items()},
+            refused=refused,
+        )
+        for step in range(steps)
+    ]
+
+
+def _plan_kind(
+    batch: ForwardBatch, config: BackendConfig, kind: LayerKind, step: int
+) -> tuple[AttentionPass | TreePass, ...]:
+    mode = batch.forward_mode
     if mode.is_idle():
-        passes = dict.fromkeys(kinds, ())
-    else:
-        planner = plan_decode if mode.is_decode() else plan_extend
-        passes = {kind: planner(batch, config, kind) for kind in kinds}
-    return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
+        return ()
+    if mode.is_target_verify():
+        return plan_verify(batch, config, kind)
+    if mode.is_decode():
+        return plan_decode(batch, config, kind) if batch.spec_info is None else plan_draft(batch, config, kind, step)
+    return plan_extend(batch, config, kind)
 
 
-__all__ = ["plan_batch"]
+__all__ = ["plan_batch", "plan_steps"]

@@ -85,6 +85,29 @@ class ForwardBatch:
         picked = {name: pick(getattr(self, name)) for name in names}
         return replace(self, batch_size=len(requests), out_cache_loc=None, **picked)
 
+    def grown(self, tokens: int) -> ForwardBatch:
+        """The batch with `tokens` more keys a request, already in req_to_token, and no longer speculative."""
+        host = self.seq_lens_cpu
+        return replace(
+            self,
+            seq_lens=self.seq_lens + tokens,
+            seq_lens_cpu=None if host is None else host + tokens,
+            out_cache_loc=None,
+            spec_info=None,
+        )
+
+    def as_extend(self) -> ForwardBatch:
+        """A chain of T drafts to verify, as an extend of T tokens behind seq_lens cached ones."""
+        assert isinstance(self.spec_info, VerifyInput)
+        drafts, host = self.spec_info.draft_token_num, self.seq_lens_cpu
+        return replace(
+            self.grown(drafts),
+            extend_seq_lens=torch.full_like(self.seq_lens, drafts),
+            extend_seq_lens_cpu=[drafts] * self.batch_size,
+            extend_prefix_lens=self.seq_lens,
+            extend_prefix_lens_cpu=None if host is None else host.tolist(),
+        )
+
     def token_rows(self, requests: Sequence[int]) -> Int32[Tensor, " tokens"]:
         """The query rows of some requests, in order. Needs extend_seq_lens_cpu."""
         assert self.extend_seq_lens_cpu is not None

@@ -131,6 +131,13 @@ def check_parents(parents: Int[Tensor, "requests drafts"]) -> None:
                 )
 
 
+def depth_bound(drafts: int, max_depth: int | None) -> int:
+    """`max_depth`, or what it is for a chain. Raises BadBatch for a negative one."""
+    if max_depth is not None and max_depth < 0:
+        raise BadBatch(f"max_depth is {max_depth}; the root alone has depth 0: pass 0 or more, or nothing")
+    return drafts - 1 if max_depth is None else max_depth
+
+
 def check_depth(depth: Int[Tensor, "requests drafts"], max_depth: int) -> None:
     """Raise BadBatch if a draft is deeper than `max_depth`. Reads values."""
     deepest = int(depth.max()) if depth.numel() else 0

@@ -8,7 +8,7 @@ from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch
 from fa_ref.api.checks import check_batch, new_tokens
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.decode import plan_decode
-from fa_ref.planning.draft import plan_draft
+from fa_ref.planning.draft import plan_draft, plan_draft_steps
 from fa_ref.planning.extend import plan_extend
 from fa_ref.planning.verify import plan_verify
 
@@ -40,6 +40,24 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
 
 
+def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
+    """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
+    batch = ForwardBatch.of(batch)
+    refuse_unplanned(batch)
+    check_batch(batch, config)
+    kinds, refused = layer_kinds(config)
+    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in kinds}
+    return [
+        AttentionPlan(
+            forward_mode=batch.forward_mode,
+            num_tokens=new_tokens(batch),
+            passes={kind: plans[step] for kind, plans in by_kind.items()},
+            refused=refused,
+        )
+        for step in range(steps)
+    ]
+
+
 def _plan_kind(
     batch: ForwardBatch, config: BackendConfig, kind: LayerKind, step: int
 ) -> tuple[AttentionPass | TreePass, ...]:
@@ -53,4 +71,4 @@ def _plan_kind(
     return plan_extend(batch, config, kind)
 
 
-__all__ = ["plan_batch"]
+__all__ = ["plan_batch", "plan_steps"]

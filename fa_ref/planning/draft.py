@@ -35,22 +35,11 @@ def plan_draft(
     draft = batch.spec_info
     assert isinstance(draft, DraftInput)
     if draft.topk <= 1:
-        return plan_decode(grown(batch, step + 1), config, kind)
+        return plan_decode(batch.grown(step + 1), config, kind)
     if batch.out_cache_loc is None:
         raise BadBatch("draft decoding with topk > 1 needs out_cache_loc [request, branch, step], which is None")
     depth = batch.seq_lens.new_full((batch.batch_size, 1), step)
     return prefix_pass(batch, config, kind, draft.topk, depth), branch_pass(batch, config, kind, step)
-
-
-def grown(batch: ForwardBatch, tokens: int) -> ForwardBatch:
-    """The batch with `tokens` more keys a request, already in req_to_token."""
-    host = batch.seq_lens_cpu
-    return replace(
-        batch,
-        seq_lens=batch.seq_lens + tokens,
-        seq_lens_cpu=None if host is None else host + tokens,
-        spec_info=None,
-    )
 
 
 def branch_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind, step: int) -> TreePass:
@@ -76,3 +65,13 @@ def branch_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind, ste
         cut_to_window=window_left(config) if kind is LayerKind.SLIDING else -1,
     )
 
+
+def plan_draft_steps(
+    batch: ForwardBatch, config: BackendConfig, kind: LayerKind, steps: int
+) -> list[tuple[AttentionPass | TreePass, ...]]:
+    """The plans of steps 0 .. steps - 1. Steps of full layers share one page table; only lengths and branches grow."""
+    plans = [plan_draft(batch, config, kind, step) for step in range(steps)]
+    if kind is not LayerKind.FULL:  # windows and chunks are cut anew at every step
+        return plans
+    table = plans[0][0].page_table if plans else None
+    return [(replace(prefix, page_table=table), *rest) for prefix, *rest in plans]  # type: ignore[arg-type]

@@ -6,8 +6,6 @@ all drafts of a request, and a TreePass under the tree's mask.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Int, Int32
@@ -25,7 +23,7 @@ def plan_verify(
 ) -> tuple[AttentionPass | TreePass, ...]:
     """Without a custom_mask the drafts are a chain; with one, a tree. Query rows are request-major."""
     if _verify(batch).custom_mask is None:
-        return plan_extend(as_extend(batch), config, kind)
+        return plan_extend(batch.as_extend(), config, kind)
     ancestors = tree_mask(batch)
     depth = ancestors.sum(dim=-1) - 1
     pool, drafts = pool_of(kind, config), _verify(batch).draft_token_num
@@ -37,20 +35,6 @@ def plan_verify(
         cut_to_window=window_left(config) if kind is LayerKind.SLIDING else -1,
     )
     return prefix_pass(batch, config, kind, drafts, depth), tree
-
-
-def as_extend(batch: ForwardBatch) -> ForwardBatch:
-    """A chain of T drafts as an extend of T tokens behind seq_lens cached ones."""
-    drafts, host = _verify(batch).draft_token_num, batch.seq_lens_cpu
-    return replace(
-        batch,
-        seq_lens=batch.seq_lens + drafts,
-        seq_lens_cpu=None if host is None else host + drafts,
-        extend_seq_lens=torch.full_like(batch.seq_lens, drafts),
-        extend_seq_lens_cpu=[drafts] * batch.batch_size,
-        extend_prefix_lens_cpu=None if host is None else host.tolist(),
-        spec_info=None,
-    )
 
 
 def tree_mask(batch: ForwardBatch) -> Bool[Tensor, "requests drafts drafts"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from fa_ref.api.speculative import DraftTree, check_depth, check_parents, parents_tensor
+from fa_ref.api.speculative import DraftTree, check_depth, check_parents, depth_bound, parents_tensor
 
 
 def build_tree(
@@ -41,6 +41,6 @@ def build_tree(
                 ancestors[request, draft] = ancestors[request, parent]
             ancestors[request, draft, draft] = True
     depth = ancestors.sum(dim=-1) - 1
-    max_depth = drafts - 1 if max_depth is None else max_depth
+    max_depth = depth_bound(drafts, max_depth)
     check_depth(depth, max_depth)
     return DraftTree(parents=parents, ancestors=ancestors, depth=depth, max_depth=max_depth)
