@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fa_fast.backend import FlashAttentionBackend
-    from fa_fast.multi_step import FlashAttentionMultiStepBackend
     from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
+    from fa_fast.multi_step import FlashAttentionMultiStepBackend
     from fa_fast.planning import plan_batch
     from fa_fast.planning.local import make_local_attention_virtual_batches
     from fa_fast.speculative import build_tree, compact_kv, grow, select, start, verify_greedy, verify_sampled

@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fa_ref.api import *
     from fa_ref.backend import FlashAttentionBackend
-    from fa_ref.multi_step import FlashAttentionMultiStepBackend
     from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
+    from fa_ref.multi_step import FlashAttentionMultiStepBackend
     from fa_ref.planning import plan_batch
     from fa_ref.planning.local import make_local_attention_virtual_batches
     from fa_ref.speculative import build_tree, compact_kv, grow, select, start, verify_greedy, verify_sampled

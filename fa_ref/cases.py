@@ -105,6 +105,7 @@ def make_case(
     trees: Sequence[Sequence[int]] | None = None,
     draft_token_num: int = 0,
     tree_attention: str = "auto",
+    shared_prefix: int = 0,
     host_lengths: bool = True,
     poison: bool = True,
     device: str = "cpu",
@@ -117,6 +118,7 @@ def make_case(
 
     window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
     where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
+    shared_prefix: leading tokens that all requests keep in the slots of the first one, planned as a cascade.
     host_lengths=False leaves every host copy of the lengths out. poison=False leaves unowned slots finite.
 
     >>> case = make_case(prefix_lens=[2], new_lens=[3])
@@ -154,6 +156,10 @@ def make_case(
         )
     indices = rows.alloc(len(total) + 2)[::-1][: len(total)]
     slots, spare = _place(rows, kv, indices, total, owned, page_size, gen)
+    if shared_prefix:
+        whole = shared_prefix // page_size * page_size  # only whole pages can be shared
+        slots = [torch.cat([slots[0][:whole], own[whole:]]) for own in slots]
+        rows.req_to_token[indices, :whole] = slots[0][:whole].to(rows.req_to_token)
 
     config = BackendConfig(
         device=device,
@@ -168,6 +174,7 @@ def make_case(
         topk=topk,
         num_draft_tokens=drafts,
         tree_attention=tree_attention,
+        cascade_prefix=shared_prefix > 0,
         req_to_token_pool=rows,
         token_to_kv_pool=kv,
     )
@@ -216,6 +223,7 @@ def make_case(
         extend_prefix_lens=prefixes,
         extend_prefix_lens_cpu=list(prefix_lens) if host_lengths else None,
         spec_info=spec_info,
+        shared_prefix_len=shared_prefix // page_size * page_size,
     )
     tokens = len(total) * topk if drafting else sum(new)
     widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)

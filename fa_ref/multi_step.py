@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch
 from fa_ref.backend import FlashAttentionBackend
 from fa_ref.planning import plan_steps
-from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch
 
 
 class FlashAttentionMultiStepBackend:
@@ -18,9 +18,7 @@ class FlashAttentionMultiStepBackend:
     Raises BadConfig for less than one step or branch, BadBatch for a batch that is not a draft of this shape.
     """
 
-    def __init__(
-        self, model_runner: Any, topk: int, speculative_num_steps: int, provider: str | None = None
-    ) -> None:
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int, provider: str | None = None) -> None:
         if topk < 1 or speculative_num_steps < 1:
             raise BadConfig(f"topk={topk}, speculative_num_steps={speculative_num_steps}; both must be at least 1")
         self.config = BackendConfig.from_model_runner(model_runner)

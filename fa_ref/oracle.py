@@ -102,9 +102,7 @@ def _draft(
         yield _plain(slots, prefix + step + 1, 1, start + branch)
 
 
-def _verify(
-    batch: ForwardBatch, info: VerifyInput, row: Tensor, request: int, prefix: int, start: int
-) -> Question:
+def _verify(batch: ForwardBatch, info: VerifyInput, row: Tensor, request: int, prefix: int, start: int) -> Question:
     """A draft sees the prefix and its ancestors. Its logical position is its depth, not its place in the row."""
     drafts = info.draft_token_num
     if info.custom_mask is None:
@@ -136,9 +134,7 @@ def cached(
 ) -> tuple[Float[Tensor, "keys kv_heads dim"], Float[Tensor, "keys kv_heads v_dim"]]:
     """The keys and values in some slots (of the full pool), descaled if the cache is fp8."""
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    keys, values = (
-        buffer[pool.write_slots(layer, slots)] for buffer in pool.get_kv_buffer(layer.layer_id)
-    )
+    keys, values = (buffer[pool.write_slots(layer, slots)] for buffer in pool.get_kv_buffer(layer.layer_id))
     if keys.dtype == FP8:
         keys = keys.float() * head_scale(getattr(layer, "k_scale", None), keys.device)
         values = values.float() * head_scale(getattr(layer, "v_scale", None), values.device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fa_fast.planning.cascade import cascade
 from fa_fast.planning.decode import plan_decode
 from fa_fast.planning.draft import plan_draft, plan_draft_steps
 from fa_fast.planning.extend import plan_extend
 from fa_fast.planning.verify import plan_verify
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
+from fa_ref.api.bounds import shared_prefix
 from fa_ref.api.checks import check_batch, new_tokens
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 
@@ -24,8 +26,17 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     check_batch(batch, config)
     kinds, refused = layer_kinds(config)
     passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
+    saving = shared_prefix(batch, config)
+    if saving is not None:  # full layers only: windows and chunks never look that far back
+        (whole,) = passes[LayerKind.FULL]
+        assert isinstance(whole, AttentionPass)
+        passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
     return AttentionPlan(
-        forward_mode=batch.forward_mode, num_tokens=new_tokens(batch), passes=passes, refused=refused
+        forward_mode=batch.forward_mode,
+        num_tokens=new_tokens(batch),
+        passes=passes,
+        refused=refused,
+        shared_prefix=saving,
     )
 
 

@@ -75,5 +75,3 @@ def within_kind(kind: LayerKind, config: BackendConfig, q_pos: Tensor, k_pos: Te
         chunk = config.attention_chunk_size or 1
         return columns // chunk == rows // chunk
     return None
-
-

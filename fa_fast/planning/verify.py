@@ -14,9 +14,7 @@ from fa_ref.api.bounds import pool_of
 from fa_ref.api.checks import req_to_token
 
 
-def plan_verify(
-    batch: ForwardBatch, config: BackendConfig, kind: LayerKind
-) -> tuple[AttentionPass | TreePass, ...]:
+def plan_verify(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
     """Without a custom_mask the drafts are a chain; with one, a tree. Query rows are request-major."""
     verify = batch.spec_info
     assert isinstance(verify, VerifyInput)

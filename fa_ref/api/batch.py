@@ -53,6 +53,7 @@ class ForwardBatch:
     encoder_lens: Int[Tensor, " requests"] | None = None  # encoder keys, the first columns of the row
     encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None
     spec_info: DraftInput | VerifyInput | None = None
+    shared_prefix_len: int = 0  # leading tokens that all requests keep in the very same slots; for cascade_prefix
     attn_attend_prefix_cache: bool | None = None  # MLA as MHA: None absorbed, False new tokens, True a chunk
     prefix_chunk_idx: int | None = None
     prefix_chunk_cu_seq_lens: Int[Tensor, "chunks requests_plus_1"] | None = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch
 from fa_ref.api.checks import draft_steps, new_tokens, req_to_token
 from fa_ref.api.config import BackendConfig
+from fa_ref.api.errors import BadBatch
 from fa_ref.api.layer import window_left
 from fa_ref.api.modes import LayerKind
 
@@ -53,3 +56,42 @@ def write_slots(batch: ForwardBatch, step: int, tokens: int) -> Tensor | None:
     if loc is None or steps == 0 or loc.shape[0] == tokens:
         return loc
     return loc.view(tokens, steps)[:, step]
+
+
+QUERY_TILE = 64  # query tokens that share one read of the keys, about what kernels do
+
+
+class SharedPrefix(NamedTuple):
+    """What reading a shared prefix once is worth, counted on the host."""
+
+    tokens: int  # of the prefix, whole pages
+    plain_bytes: int  # K and V read by one layer without the cascade
+    cascade_bytes: int
+
+
+def shared_prefix(batch: ForwardBatch, config: BackendConfig) -> SharedPrefix | None:
+    """The prefix to read once for all requests, or None if there is none or reading it once saves nothing.
+
+    Counts the reads of keys by tiles of QUERY_TILE query tokens: a long prefill reads the prefix once a tile anyway.
+    Raises BadBatch if a request is no longer than the prefix it is said to share.
+    """
+    tokens = batch.shared_prefix_len // config.page_size * config.page_size
+    speculative = batch.spec_info is not None or config.deterministic
+    if not config.cascade_prefix or tokens == 0 or batch.batch_size < 2 or speculative or batch.seq_lens_cpu is None:
+        return None
+    lens = [int(n) for n in batch.seq_lens_cpu]
+    new = [1] * len(lens) if batch.forward_mode.is_decode() else [int(n) for n in batch.extend_seq_lens_cpu or []]
+    for request, (total, added) in enumerate(zip(lens, new, strict=True)):
+        if total - added < batch.shared_prefix_len:
+            raise BadBatch(
+                f"request {request} has {total - added} cached tokens, shared_prefix_len is {batch.shared_prefix_len}; "
+                "every request must hold the whole shared prefix in its cache"
+            )
+    tiles = [-(-added // QUERY_TILE) for added in new]
+    plain = sum(t * total for t, total in zip(tiles, lens, strict=True))
+    cascade = -(-sum(new) // QUERY_TILE) * tokens + plain - sum(tiles) * tokens
+    if cascade >= plain:
+        return None
+    k, v = (batch.token_to_kv_pool or config.token_to_kv_pool).get_kv_buffer(0)
+    per_key = k[0].numel() * k.element_size() + v[0].numel() * v.element_size()
+    return SharedPrefix(tokens, plain * per_key, cascade * per_key)

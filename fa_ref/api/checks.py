@@ -42,7 +42,9 @@ def new_tokens(batch: ForwardBatch) -> int:
 
 def draft_steps(batch: ForwardBatch) -> int:
     """Steps whose slots a draft batch's out_cache_loc [request, branch, step] holds; 0 without drafting."""
-    return batch.spec_info.num_steps if isinstance(batch.spec_info, DraftInput) and batch.forward_mode.is_decode() else 0
+    return (
+        batch.spec_info.num_steps if isinstance(batch.spec_info, DraftInput) and batch.forward_mode.is_decode() else 0
+    )
 
 
 def columns_of_drafts(batch: ForwardBatch) -> int:

@@ -31,6 +31,7 @@ class BackendConfig:
     topk: int = 0  # branches of speculative decoding; 0 none
     num_draft_tokens: int = 0
     tree_attention: str = "auto"  # how TreePasses run: "fused" with the merge, "expand" to a page table, or "auto"
+    cascade_prefix: bool = False  # full layers read a prefix that all requests share once, where that saves bytes
     deterministic: bool = False  # a row's result does not depend on its neighbours
     req_to_token_pool: Any
     token_to_kv_pool: Any

@@ -108,6 +108,7 @@ class AttentionPlan:
     num_tokens: int  # query rows of the batch
     passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]]
     refused: Mapping[LayerKind, str] = field(default_factory=dict)  # why a kind has no plan in this mode
+    shared_prefix: tuple[int, int, int] | None = None  # cascade: prefix tokens, bytes a layer reads without, with it
 
     def for_kind(self, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
         """The passes of a layer kind. Raises UnsupportedByProvider, naming mode and kind, if there are none."""
@@ -140,6 +141,9 @@ class AttentionPlan:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         title = f"{self.forward_mode.name}: {self.num_tokens} query tokens"
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.shared_prefix is not None:
+            tokens, plain, cascade = self.shared_prefix
+            lines.append(f"cascade over {tokens} shared tokens: a full layer reads {cascade} bytes instead of {plain}")
         lines += [f"{kind.name}: refused, {why}" for kind, why in self.refused.items()]
         return "\n".join([title, *lines])
 

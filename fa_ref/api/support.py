@@ -17,7 +17,9 @@ def refuse_unplanned(batch: ForwardBatch) -> None:
     if mode.is_target_verify() and not isinstance(info, VerifyInput):
         raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {info!r}")
     if mode.is_decode() and isinstance(info, VerifyInput):
-        raise BadBatch("DECODE with spec_info=VerifyInput(...); draft decoding takes DraftInput, verifying TARGET_VERIFY")
+        raise BadBatch(
+            "DECODE with spec_info=VerifyInput(...); draft decoding takes DraftInput, verifying TARGET_VERIFY"
+        )
 
 
 def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[LayerKind, str]]:

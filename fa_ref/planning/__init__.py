@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
+from fa_ref.api.bounds import shared_prefix
 from fa_ref.api.checks import check_batch, new_tokens
 from fa_ref.api.support import layer_kinds, refuse_unplanned
+from fa_ref.planning.cascade import cascade
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.draft import plan_draft, plan_draft_steps
 from fa_ref.planning.extend import plan_extend
@@ -37,7 +39,14 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
     passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
-    return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
+    saving = shared_prefix(batch, config)
+    if saving is not None:  # full layers only: windows and chunks never look that far back
+        (whole,) = passes[LayerKind.FULL]
+        assert isinstance(whole, AttentionPass)
+        passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
+    return AttentionPlan(
+        forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused, shared_prefix=saving
+    )
 
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:

@@ -18,9 +18,7 @@ from fa_ref.planning.page_table import slot_table
 from fa_ref.planning.speculative import kind_mask, prefix_pass
 
 
-def plan_verify(
-    batch: ForwardBatch, config: BackendConfig, kind: LayerKind
-) -> tuple[AttentionPass | TreePass, ...]:
+def plan_verify(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
     """Without a custom_mask the drafts are a chain; with one, a tree. Query rows are request-major."""
     if _verify(batch).custom_mask is None:
         return plan_extend(batch.as_extend(), config, kind)
@@ -52,9 +50,7 @@ def tree_mask(batch: ForwardBatch) -> Bool[Tensor, "requests drafts drafts"]:
     return mask[row_start + rearrange(batch.seq_lens, "r -> r 1 1") + draft].bool()
 
 
-def draft_slots(
-    batch: ForwardBatch, config: BackendConfig, pool: str, drafts: int
-) -> Int32[Tensor, "requests drafts"]:
+def draft_slots(batch: ForwardBatch, config: BackendConfig, pool: str, drafts: int) -> Int32[Tensor, "requests drafts"]:
     """The slots of the drafts: the `drafts` columns of req_to_token that follow each request's prefix."""
     slots = slot_table(batch, config, pool)
     columns: Int[Tensor, "requests drafts"] = rearrange(batch.seq_lens, "r -> r 1") + torch.arange(
