@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-SUITES = {"cpu": ("benchmarks.cpu_attention",), "cuda": ("benchmarks.cuda_attention",)}
+SUITES = {"cpu": ("benchmarks.cpu_attention",), "cuda": ("benchmarks.cuda_attention", "benchmarks.cuda_speculation")}
 
 
 def main() -> None:

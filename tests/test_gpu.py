@@ -14,8 +14,7 @@ from fa_ref import ForwardMode, LayerKind, layer_kind
 from fa_ref.attention import scores, softcap
 from fa_ref.cases import make_case
 from fa_ref.numerics import judge
-from fa_ref.oracle import cached, mask_of
-from fa_ref.oracle import requests as requests_of
+from fa_ref.oracle import cached, mask_of, questions
 
 pytestmark = pytest.mark.gpu
 
@@ -99,16 +98,18 @@ def plain_fp8(case):
     layer, q = case.layer, case.q.view(-1, case.layer.tp_q_head_num, case.layer.head_dim)
     kind = layer_kind(layer, case.config.attention_chunk_size)
     outs = []
-    for request, rows, q_pos, k_pos in requests_of(case.batch, q.device):
+    for question in questions(case.batch, case.config, case.step):
+        q_pos, k_pos = question.q_pos, question.k_pos
         if len(q_pos) == 0:
             continue
-        keys, values = cached(case.batch, layer, case.config, request, len(k_pos))
+        keys, values = cached(case.batch, layer, case.config, question.slots)
         cu = torch.tensor([0, len(q_pos)], dtype=torch.int32)
-        rounded, descale = quantize_q_torch(q[rows], cu, layer.tp_k_head_num)
+        rounded, descale = quantize_q_torch(q[question.rows], cu, layer.tp_k_head_num)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         wide = rounded.float() * descale[0].repeat_interleave(group)[:, None]
         logits = softcap(scores(wide, keys) * layer.scaling, layer.logit_cap)
         mask = mask_of(kind, layer, case.config).dense(q_pos, k_pos)
+        mask = mask if question.allowed is None else mask & question.allowed
         logits = logits.masked_fill(~mask, -torch.inf)
         weights = torch.exp(logits - logits.amax(-1, keepdim=True))
         weights8 = (weights * 256).to(FP8).float() / 256  # the kernel lifts weights into e4m3's range alike
@@ -151,6 +152,81 @@ def test_prefill_without_prefix_takes_keys_as_given(kind):
     )  # fmt: skip
     check(case)
     assert fa_fast.plan_batch(case.batch, case.config).for_kind(kind)[0].keys_are_new
+
+
+def random_tree(drafts, gen):
+    """A parent for every draft, before it; draft 0 is the root."""
+    return [-1, *(int(torch.randint(0, i, (1,), generator=gen)) for i in range(1, drafts))]
+
+
+def speculative_cases(drafts, **settings):
+    """Chain and tree verify, and draft decode with one branch and with four, at the first and a later step."""
+    gen = torch.Generator().manual_seed(drafts)
+    requests = len(settings["prefix_lens"])
+    yield make_case(ForwardMode.TARGET_VERIFY, draft_token_num=drafts, **settings)
+    trees = [random_tree(drafts, gen) for _ in range(requests)]
+    yield make_case(ForwardMode.TARGET_VERIFY, trees=trees, **settings)
+    yield make_case(ForwardMode.TARGET_VERIFY, trees=trees, tree_attention="expand", **settings)
+    for topk, step in ((1, 0), (1, 2), (4, 0), (4, 2), (8, 4)):
+        yield make_case(ForwardMode.DECODE, topk=topk, num_steps=5, step=step, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=lambda d: f"qk{d[0]}v{d[1]}")
+def test_every_speculative_mode_head_dim_page_size_and_kind(kind, page_size, dims):
+    for case in speculative_cases(
+        9, kind=kind, page_size=page_size, heads=8, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1],
+        dtype=torch.bfloat16, window=100, chunk=chunk_for(page_size), device="cuda",
+        prefix_lens=[0, 1, 127, 128, 513, 700, 99],
+    ):  # fmt: skip
+        check(case)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: "-".join(map(str, f.items())))
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_every_feature_in_every_speculative_mode(features, page_size):
+    for kind in KINDS:
+        settings = dict(heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, window=100) | features
+        for case in speculative_cases(
+            16, kind=kind, page_size=page_size, chunk=chunk_for(page_size), device="cuda",
+            prefix_lens=[3, 127, 128, 513, 700, 1], **settings,
+        ):  # fmt: skip
+            if settings.get("kv_dtype") is FP8:
+                check_fp8(case)
+            else:
+                check(case)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("drafts", [1, 2, 17, 64, 100, 256])
+def test_every_tree_size_to_256_drafts(kind, drafts):
+    for case in speculative_cases(
+        drafts, kind=kind, page_size=16, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, window=127,
+        chunk=256, device="cuda", prefix_lens=[0, 255, 256, 1000], sinks=True,
+    ):  # fmt: skip
+        check(case)
+
+
+def test_every_batch_size_to_256_verifies():
+    for requests in (1, 64, 256):
+        lens = torch.randint(0, 900, (requests,), generator=torch.Generator().manual_seed(requests)).tolist()
+        for case in speculative_cases(
+            8, kind=LayerKind.FULL, page_size=64, heads=8, kv_heads=1, head_dim=128, dtype=torch.bfloat16,
+            device="cuda", prefix_lens=lens,
+        ):  # fmt: skip
+            check(case)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_every_shared_prefix_is_read_once(page_size):
+    for mode, new in ((ForwardMode.DECODE, [1] * 4), (ForwardMode.MIXED, [30, 1, 1, 7])):
+        case = make_case(
+            mode, page_size=page_size, prefix_lens=[2100, 2049, 3000, 2222], new_lens=new, shared_prefix=2048,
+            heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, sinks=True, device="cuda",
+        )  # fmt: skip
+        check(case)
+        assert len(fa_fast.plan_batch(case.batch, case.config).for_kind(LayerKind.FULL)) == 2
 
 
 def test_every_kind_of_layer_idles():

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fa_fast.kernels.torch_cpu import merge_state as merge_state_torch
+from fa_fast.kernels.tree import tree_attention_torch
 from fa_fast.planning.local import virtual_batch_count, virtual_batches_torch
 from fa_fast.planning.page_table import gather_pages_torch
+from fa_fast.planning.verify import tree_tables_torch
 from fa_ref.api.pools import FP8, MHAKVPool, SWAKVPool
 from fa_ref.cases import make_case
 
@@ -15,6 +17,8 @@ from fa_fast.triton_ops.gather_pages import gather_pages  # noqa: E402
 from fa_fast.triton_ops.merge_state import merge_state  # noqa: E402
 from fa_fast.triton_ops.quantize_q import quantize_q, quantize_q_torch  # noqa: E402
 from fa_fast.triton_ops.store_kv import store_kv  # noqa: E402
+from fa_fast.triton_ops.tree_attention import tree_attention  # noqa: E402
+from fa_fast.triton_ops.tree_tables import tree_tables  # noqa: E402
 from fa_fast.triton_ops.virtual_batches import virtual_batches  # noqa: E402
 
 
@@ -172,3 +176,55 @@ def test_merging_with_nothing_returns_the_other_side_bitwise(device):
         assert torch.equal(out, out_a) and torch.equal(lse, lse_a)
     out, lse = merge_state(*nothing, *nothing)
     assert torch.equal(out, nothing[0]) and torch.equal(lse, nothing[1])
+
+
+@pytest.mark.parametrize(("requests", "drafts"), [(1, 1), (3, 5), (40, 2), (2, 33)])
+@pytest.mark.parametrize("mapped", [False, True], ids=["one-pool", "two-pools"])
+def test_tree_tables_equal_their_definition(device, requests, drafts, mapped):
+    lens = _ints(90, (requests,), 1).to(device)
+    entries = int(((lens.long() + drafts) * drafts).sum())
+    custom_mask = (torch.rand(entries, generator=_generator(2)) < 0.4).to(device)
+    slots = _ints(700, (requests + 2, 100 + drafts), 3).to(device)
+    rows = torch.randperm(requests + 2, generator=_generator(4))[:requests].to(device)
+    mapping = _ints(700, (700,), 5).to(device) if mapped else None
+    for dtype in (torch.int32, torch.int64):
+        args = (custom_mask, lens.to(dtype), slots, rows, drafts, mapping)
+        for ours, definition in zip(tree_tables(*args), tree_tables_torch(*args), strict=True):
+            assert ours.dtype == definition.dtype
+            assert torch.equal(ours, definition)
+
+
+TREES = [(1, 1, 1), (3, 5, 5), (2, 4, 12), (2, 17, 17), (1, 70, 70)]  # requests, queries, drafts
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(4, 2, 64, 64), (3, 1, 80, 48), (8, 8, 128, 128)])
+@pytest.mark.parametrize(("requests", "queries", "drafts"), TREES)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache", "fp8-cache"])
+def test_tree_attention_equals_its_definition(
+    device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8
+):
+    gen = _generator(requests * drafts + dim)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's dot does not know bf16
+    cache_dtype = FP8 if fp8 else dtype
+    q = torch.randn(requests * queries, heads, dim, generator=gen).to(device, dtype)
+    k_cache, v_cache = (torch.randn(90, kv_heads, n, generator=gen).to(device).to(cache_dtype) for n in (dim, v_dim))
+    slots = torch.stack([torch.randperm(90, generator=gen)[:drafts] for _ in range(requests)]).to(device, torch.int32)
+    mask = torch.rand(requests, queries, drafts, generator=gen) < 0.5
+    mask[0, 0] = False  # a row that sees no draft at all
+    prefix_lse = torch.randn(heads, requests * queries, generator=gen).to(device).T * 2
+    prefix_lse[-1] = -torch.inf  # and one without a prefix
+    prefix_out = torch.randn(requests * queries, heads, v_dim, generator=gen).to(device, dtype)
+    prefix_out[-1] = 0
+    named = dict(softmax_scale=dim**-0.5, prefix_out=prefix_out, prefix_lse=prefix_lse)
+    if extras:
+        named |= dict(softcap=3.0, sinks=torch.randn(heads, generator=gen).to(device))
+    if fp8:
+        named |= dict(k_scale=scales(device, kv_heads, 1), v_scale=scales(device, 1, 2))
+    arguments = (q, k_cache, v_cache, slots, mask.to(device))
+    ours = tree_attention(*arguments, **named)
+    definition = tree_attention_torch(*arguments, **named)
+    loose = 0.04 if device == "cuda" else 1e-5
+    torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose / 2)
+    error, size = (ours.float() - definition.float()).norm(), definition.float().norm()
+    assert error <= loose / 6 * size
