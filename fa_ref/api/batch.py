@@ -103,6 +103,7 @@ class ForwardBatch:
         drafts, host = self.spec_info.draft_token_num, self.seq_lens_cpu
         return replace(
             self.grown(drafts),
+            forward_mode=ForwardMode.EXTEND,
             extend_seq_lens=torch.full_like(self.seq_lens, drafts),
             extend_seq_lens_cpu=[drafts] * self.batch_size,
             extend_prefix_lens=self.seq_lens,
