@@ -38,6 +38,11 @@ def _kernel(
     else:
         factor = softmax_scale
 
+    if PREFIX:  # asked for first: it arrives while the drafts are read
+        lse = tl.load(prefix_lse + token * l_token + head * l_head, mask=valid, other=-float("inf"))
+        p_at = prefix_out + token[:, None] * p_token + head[:, None] * p_head + dv[None, :]
+        before = tl.load(p_at, mask=valid[:, None] & (dv < v_dim)[None, :], other=0.0)
+
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, V_DIM), tl.float32)
@@ -46,23 +51,24 @@ def _kernel(
         there = key < drafts
         slot = tl.load(slots + request * drafts + key, mask=there, other=0).to(tl.int64)
         k_at = k_cache + slot[None, :] * k_slot + kv_head * k_head + d[:, None]
+        v_at = v_cache + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
+        seen_at = mask + request * mask_request + query[:, None] * mask_query + key[None, :]
+        # All loads before the first product: the kernel waits for memory, not for arithmetic.
         k = tl.load(k_at, mask=there[None, :] & (d < dim)[:, None], other=0.0).to(queries_block.dtype)
+        v = tl.load(v_at, mask=there[:, None] & (dv < v_dim)[None, :], other=0.0).to(queries_block.dtype)
+        seen = tl.load(seen_at, mask=valid[:, None] & there[None, :], other=0) != 0
         scores = tl.dot(queries_block, k, input_precision="ieee") * factor
         if SOFTCAP:
             scaled = scores / softcap  # tanh from exp2 of a number that cannot overflow
             e = tl.exp(-2.0 * tl.abs(scaled))
             tanh = (1.0 - e) / (1.0 + e)
             scores = softcap * tl.where(scaled < 0, -tanh, tanh)
-        seen_at = mask + request * mask_request + query[:, None] * mask_query + key[None, :]
-        seen = tl.load(seen_at, mask=valid[:, None] & there[None, :], other=0) != 0
         scores = tl.where(seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp(scores - shift[:, None])
         decay = tl.exp(top - shift)
         total = total * decay + tl.sum(weights, 1)
-        v_at = v_cache + slot[:, None] * v_slot + kv_head * v_head + dv[None, :]
-        v = tl.load(v_at, mask=there[:, None] & (dv < v_dim)[None, :], other=0.0).to(queries_block.dtype)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
 
@@ -74,13 +80,10 @@ def _kernel(
         decay = tl.exp(top - new_top)
         total, acc, top = total * decay + tl.exp(sink - new_top), acc * decay[:, None], new_top
     if PREFIX:
-        lse = tl.load(prefix_lse + token * l_token + head * l_head, mask=valid, other=-float("inf"))
         new_top = tl.maximum(top, lse)
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         decay, share = tl.exp(top - shift), tl.exp(lse - shift)
-        p_at = prefix_out + token[:, None] * p_token + head[:, None] * p_head + dv[None, :]
-        before = tl.load(p_at, mask=valid[:, None] & (dv < v_dim)[None, :], other=0.0).to(tl.float32)
-        total, acc = total * decay + share, acc * decay[:, None] + before * share[:, None]
+        total, acc = total * decay + share, acc * decay[:, None] + before.to(tl.float32) * share[:, None]
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token[:, None] * o_token + head[:, None] * v_dim + dv[None, :]
     tl.store(o_at, acc.to(out.dtype.element_ty), mask=valid[:, None] & (dv < v_dim)[None, :])

@@ -29,7 +29,7 @@ class Speculation:
 
     package: ModuleType
     provider: str | None = None  # of the multi-step backend
-    draft_layers: int = 24
+    draft_layers: int
     topk: int = 1  # branches; 1: the guesses are a chain
     num_steps: int = 3  # how deep they go
     draft_tokens: int = 4  # T, how many the model reads at once: the root and T - 1 guesses
