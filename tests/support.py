@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fa_fast
 import fa_ref
-from fa_ref import AttentionPass, ForwardMode, LayerKind
+from fa_ref import AttentionPass, ForwardMode, LayerKind, TreePass
 from fa_ref.cases import Case, make_case
 from fa_ref.numerics import Verdict
 
@@ -96,8 +96,16 @@ def by_hand(
     return out, lse
 
 
-def meaning(step: AttentionPass) -> dict[str, Any]:
+def meaning(step: AttentionPass | TreePass) -> dict[str, Any]:
     """What a pass asks for, free of its layout: empty sequences dropped, tables as the pages each sequence reads."""
+    if isinstance(step, TreePass):
+        return {
+            "slots": step.slots.tolist(),
+            "mask": step.mask.int().tolist(),
+            "pool": step.pool,
+            "takes_sinks": step.takes_sinks,
+            "cut_to_window": step.cut_to_window,
+        }
     cu = step.cu_seqlens_q.tolist()
     kept = [i for i in range(step.sequences) if cu[i + 1] > cu[i]]
     ends = [0]
@@ -113,12 +121,18 @@ def meaning(step: AttentionPass) -> dict[str, Any]:
         "uses_window": step.uses_window,
         "takes_sinks": step.takes_sinks,
         "keys_are_new": step.keys_are_new,
+        "cut_to_window": step.cut_to_window,
         "token_index": None if step.token_index is None else step.token_index.tolist(),
     }
 
 
-def check_bounds(step: AttentionPass) -> None:
+def check_bounds(step: AttentionPass | TreePass) -> None:
     """The rules every pass keeps: int32, bounds that bound, tables wide enough, query rows in order."""
+    if isinstance(step, TreePass):
+        assert (step.slots.dtype, step.mask.dtype) == (torch.int32, torch.bool)
+        assert step.slots.shape == (step.mask.shape[0], step.mask.shape[2])
+        assert step.mask.any(dim=-1).all(), "every draft sees itself"
+        return
     for name in ("page_table", "cache_seqlens", "cu_seqlens_q", "row_index", "token_index"):
         value = getattr(step, name)
         assert value is None or value.dtype == torch.int32, name
@@ -129,14 +143,14 @@ def check_bounds(step: AttentionPass) -> None:
     used = step.cache_seqlens[new > 0]
     assert used.numel() == 0 or int(used.max()) <= step.max_seqlen_k
     assert used.numel() == 0 or int(used.max()) <= step.page_table.shape[1] * step.page_size
-    assert (new[new > 0] <= used).all()
+    assert not step.causal or (new[new > 0] <= used).all()
 
 
 def plans(case: Case) -> dict[str, dict[LayerKind, list[dict[str, Any]]]]:
     """The meaning of each package's plan of a case, by package name."""
     found = {}
     for package in PACKAGES:
-        plan = package.plan_batch(case.batch, case.config)
+        plan = package.plan_batch(case.batch, case.config, case.step)
         for steps in plan.passes.values():
             for step in steps:
                 check_bounds(step)
@@ -158,6 +172,24 @@ def cache_bytes(case: Case) -> tuple[Tensor, Tensor]:
     """A copy of the layer's keys and values, as bytes, so that NaN compares equal to itself."""
     keys, values = case.config.token_to_kv_pool.get_kv_buffer(case.layer.layer_id)
     return keys.contiguous().view(torch.uint8).clone(), values.contiguous().view(torch.uint8).clone()
+
+
+def seen_slots(case: Case, route: str) -> list[list[int]]:
+    """The slots (of the full pool) that each query attends to, in rising order, read off the output of a route.
+
+    q is zero, so that visible keys weigh the same, and each slot of the batch has a unit vector of its own for a value.
+    The case needs v_head_dim of at least its slots, drafts included.
+    """
+    pool, layer, batch = case.config.token_to_kv_pool, case.layer, case.batch
+    rows = case.config.req_to_token_pool.req_to_token
+    lens = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+    slots = torch.cat([rows[row, :length] for row, length in lens] + [batch.out_cache_loc]).long().unique()
+    marks = torch.eye(layer.v_head_dim)[: len(slots), None, :].expand(-1, layer.tp_v_head_num, -1)
+    pool.get_value_buffer(layer.layer_id)[pool.write_slots(layer, slots)] = marks.to(pool.dtype)
+    out = run(replace(case, q=torch.zeros_like(case.q), k=None, v=None, sinks=None), route)
+    by_head = out.unflatten(1, (layer.tp_q_head_num, layer.v_head_dim)).float() > 1e-6
+    assert torch.equal(by_head, by_head[:, :1].expand_as(by_head))
+    return [slots[row[0][: len(slots)]].tolist() for row in by_head]
 
 
 def seen(case: Case, route: str) -> list[list[int]]:

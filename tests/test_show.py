@@ -52,7 +52,6 @@ def drafts() -> TreePass:
     return TreePass(
         slots=torch.tensor([[20, 21, 22], [12, 13, 14]], dtype=torch.int32),
         mask=CHAIN[None, :3, :3].expand(2, 3, 3),
-        cu_seqlens_q=torch.tensor([0, 3, 6], dtype=torch.int32),
     )
 
 

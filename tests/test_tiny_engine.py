@@ -395,6 +395,29 @@ def test_a_later_request_shares_pages_that_speculation_filled(name, draft_layers
     assert everything_is_free(engine)
 
 
+@pytest.mark.parametrize("name", ["passes", "fast"])
+def test_pages_filled_in_the_step_that_shares_them_are_read_after_they_are_written(name):
+    """By a request whose last token alone is left, and by one that joins while the root of another fills a page."""
+    prompt = list(range(20, 29))
+    engine = speculative_engine(name, how=CHAIN)
+    assert engine.generate([prompt, prompt], 6) == expected(6, [prompt, prompt])
+    assert engine.count["shared"] == 8
+    joined_at = set()
+    for steps in range(1, 8):
+        engine = speculative_engine(name, how=CHAIN)
+        [first] = engine.submit([PROMPTS[0]], 20)
+        for _ in range(steps):
+            engine.step()
+        joined_at.add(len(first.tokens) % 4)
+        longer = [*first.tokens, 1, 2]
+        [later] = engine.submit([longer], 6)
+        while engine.step():
+            pass
+        assert [later.output] == expected(6, [longer])
+        assert everything_is_free(engine)
+    assert 0 in joined_at
+
+
 def test_a_request_must_have_room_for_its_guesses_too():
     engine = speculative_engine(how=CHAIN, pages=5)
     with pytest.raises(ValueError, match=r"prompt 0 can never run: 14 tokens and 4 new.*hold 17"):

@@ -159,15 +159,15 @@ def _ascii(step: AttentionPass, queries: list[str], pages: list[list[int]], name
 
 def _tree_panel(step: TreePass, names: Sequence[str] | None, title: str) -> Picture:
     """Each query row beside the slots of its request's drafts, in colour where its mask allows."""
-    bounds, slots = ints(step.cu_seqlens_q), [ints(row) for row in step.slots]
+    queries, slots = step.mask.shape[1], [ints(row) for row in step.slots]
     named = request_names(len(slots), names)
     lines, texts, seen, unseen, body = [], "", [], [], ""
-    side = text_width(f"{max(named, key=len, default='')} row {bounds[-1]}") + 10
+    side = text_width(f"{max(named, key=len, default='')} row {len(slots) * queries}") + 10
     cell = cell_width(slots)
     for request, name in enumerate(named):
-        for i in range(bounds[request + 1] - bounds[request]):
+        for i in range(queries):
             visible, y = step.mask[request, i].tolist(), len(lines) * (HIGH + 2)
-            row = f"{name} row {bounds[request] + i}"
+            row = f"{name} row {request * queries + i}"
             corners = [(side + j * WIDE, y) for j in range(len(slots[request]))]
             mine = [corner for corner, ok in zip(corners, visible, strict=True) if ok]
             seen += mine
