@@ -188,8 +188,8 @@ def with_plan(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], dict[Laye
     for package in PACKAGES:
         right = package.plan_batch
 
-        def broken(batch, config, right=right):
-            plan = right(batch, config)
+        def broken(batch, config, step=0, right=right):
+            plan = right(batch, config, step)
             return replace(plan, passes=plan.passes | change(plan))
 
         monkeypatch.setattr(package.backend, "plan_batch", broken)
@@ -346,6 +346,208 @@ def test_a_base_2_lse_is_noticed_in_a_merge(mode, route, monkeypatch):
     else:
         where = fa_fast.FlashAttentionBackend(case.config).kernels
     monkeypatch.setattr(where, "flash_attn_with_kvcache", in_base_2(where.flash_attn_with_kvcache))
+    assert notices(case, route)
+
+
+# ---- trees ------------------------------------------------------------------------------------------------------
+
+VERIFY = ForwardMode.TARGET_VERIFY
+FOREST = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, 0, 0]]
+DRAFTS = len(FOREST[0])
+TREE_WAYS = pytest.mark.parametrize("way", ["fused", "expand"])
+
+
+def tree_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
+    """A tree, a chain and a star to verify, each deeper or wider than the window."""
+    return problem(VERIFY, kind=kind, trees=FOREST, **(dict(window=2, heads=4, kv_heads=2) | arguments))
+
+
+def draft_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
+    """Three branches at their third step."""
+    drafting = dict(topk=3, num_steps=4, step=2, heads=4, kv_heads=2)
+    return problem(DECODE, kind=kind, **(drafting | arguments))
+
+
+def slot_order() -> Tensor:
+    """What a window of 2 allows if the place in memory is taken for the position: [drafts, drafts]."""
+    place = torch.arange(DRAFTS)
+    return place[:, None] - place <= 2
+
+
+def without_depth(plan: Any) -> tuple:
+    prefix, tree = plan.for_kind(SLIDING)
+    return replace(prefix, cache_seqlens=torch.full_like(prefix.cache_seqlens, 2)), tree
+
+
+def by_slot_order(plan: Any) -> tuple:
+    prefix, tree = plan.for_kind(SLIDING)
+    lens = (2 - torch.arange(DRAFTS)).clamp(min=0).repeat(3).int()
+    return replace(prefix, cache_seqlens=lens), tree
+
+
+def deeper(by: int) -> Callable[[Any], tuple]:
+    def change(plan: Any) -> tuple:
+        prefix, tree = plan.for_kind(SLIDING)
+        return replace(prefix, cache_seqlens=(prefix.cache_seqlens - by).clamp(min=0, max=2)), tree
+
+    return change
+
+
+BROKEN_WINDOWS: dict[str, Callable[[Any], tuple]] = {
+    "prefix-by-slot-order": by_slot_order,
+    "prefix-without-depth": without_depth,
+    "one-too-deep": deeper(1),
+    "one-too-shallow": deeper(-1),
+    "oldest-first": lambda plan: (
+        replace(plan.for_kind(SLIDING)[0], page_table=plan.for_kind(SLIDING)[0].page_table.flip(1)),
+        plan.for_kind(SLIDING)[1],
+    ),
+    "tree-by-slot-order": lambda plan: (
+        plan.for_kind(SLIDING)[0],
+        replace(plan.for_kind(SLIDING)[1], mask=plan.for_kind(FULL)[1].mask & slot_order()),
+    ),
+    "no-window-in-the-tree": lambda plan: (
+        plan.for_kind(SLIDING)[0],
+        replace(plan.for_kind(SLIDING)[1], mask=plan.for_kind(FULL)[1].mask),
+    ),
+}
+
+
+@planned_routes
+@TREE_WAYS
+@PAGES
+@pytest.mark.parametrize("name", BROKEN_WINDOWS)
+def test_a_broken_window_over_a_tree_is_noticed(name, page_size, way, route, monkeypatch):
+    case = tree_problem(SLIDING, page_size=page_size, tree_attention=way)
+    assert agrees(case)
+    with_plan(monkeypatch, lambda plan: {SLIDING: BROKEN_WINDOWS[name](plan)})
+    assert notices(case, route)
+
+
+BROKEN_TREES: dict[str, Callable[[Any, Any], tuple]] = {
+    "drafts-of-the-neighbour": lambda prefix, tree: (prefix, replace(tree, slots=rolled(tree.slots))),
+    "one-draft-late": lambda prefix, tree: (prefix, replace(tree, slots=tree.slots.roll(1, dims=1))),
+    "mask-of-the-neighbour": lambda prefix, tree: (prefix, replace(tree, mask=rolled(tree.mask))),
+    "mask-upside-down": lambda prefix, tree: (prefix, replace(tree, mask=tree.mask.flip(1))),
+    "all-drafts-seen": lambda prefix, tree: (prefix, replace(tree, mask=torch.ones_like(tree.mask))),
+    "sinks-in-both": lambda prefix, tree: (replace(prefix, takes_sinks=True), tree),
+    "sinks-in-none": lambda prefix, tree: (prefix, replace(tree, takes_sinks=False)),
+    "no-tree": lambda prefix, tree: (prefix, replace(prefix, cache_seqlens=prefix.cache_seqlens * 0)),
+    "no-prefix": lambda prefix, tree: (replace(prefix, cache_seqlens=prefix.cache_seqlens * 0), tree),
+    "prefix-of-the-neighbour": lambda prefix, tree: (replace(prefix, page_table=rolled(prefix.page_table)), tree),
+}
+
+
+@planned_routes
+@TREE_WAYS
+@pytest.mark.parametrize("kind", [FULL, SLIDING, LOCAL], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # The branches of all requests look alike, so that their masks are the same.
+    [(n, m) for n in BROKEN_TREES for m in ("verify", "draft") if (n, m) != ("mask-of-the-neighbour", "draft")],
+)
+def test_a_broken_tree_is_noticed(name, mode, kind, way, route, monkeypatch):
+    case = (tree_problem if mode == "verify" else draft_problem)(kind, sinks=True, tree_attention=way)
+    assert agrees(case)
+    with_plan(monkeypatch, lambda plan: {kind: BROKEN_TREES[name](*plan.for_kind(kind))})
+    assert notices(case, route)
+
+
+@pytest.mark.parametrize("name", BROKEN_TREES)
+def test_a_broken_tree_is_noticed_by_the_comparison_of_plans(name):
+    case = tree_problem(SLIDING)
+    prefix, tree = fa_ref.plan_batch(case.batch, case.config).for_kind(SLIDING)
+    broken = BROKEN_TREES[name](prefix, tree)
+    assert [meaning(step) for step in broken] != [meaning(prefix), meaning(tree)]
+
+
+@planned_routes
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_token_slots_in_a_table_of_pages_are_noticed(page_size, mode, route, monkeypatch):
+    case = (tree_problem if mode == "verify" else draft_problem)(page_size=page_size)
+    assert agrees(case)
+
+    def viewed_in_pages(plan: Any) -> dict[LayerKind, tuple]:
+        prefix, tree = plan.for_kind(FULL)
+        return {FULL: (prefix, replace(tree.expanded(), page_size=page_size))}
+
+    with_plan(monkeypatch, viewed_in_pages)
+    assert notices(case, route)
+
+
+@planned_routes
+@TREE_WAYS
+@PAGES
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+@pytest.mark.parametrize("which", ["prefix", "drafts"])
+def test_untranslated_slots_of_a_second_pool_are_noticed(which, mode, page_size, way, route, monkeypatch):
+    make = tree_problem if mode == "verify" else draft_problem
+    case = make(SLIDING, hybrid=True, page_size=page_size, tree_attention=way)
+    plain = replace(case.config, is_hybrid_swa=False)
+    assert agrees(case)
+    untranslated = fa_ref.plan_batch(case.batch, plain, case.step).for_kind(SLIDING)
+
+    def change(plan: Any) -> dict[LayerKind, tuple]:
+        prefix, tree = plan.for_kind(SLIDING)
+        if which == "prefix":
+            return {SLIDING: (replace(prefix, page_table=untranslated[0].page_table), tree)}
+        return {SLIDING: (prefix, replace(tree, slots=untranslated[1].slots))}
+
+    with_plan(monkeypatch, change)
+    assert notices(case, route)
+
+
+@planned_routes
+@pytest.mark.parametrize("kind", [FULL, SLIDING], ids=lambda kind: kind.value)
+def test_descales_of_the_size_of_the_batch_are_noticed(kind, route, monkeypatch):
+    """One row a request, where the call has one a draft: the kernels refuse them, they read no further."""
+    scale = torch.tensor([0.25, 3.0])
+    case = tree_problem(kind, kv_dtype=FP8, k_scale=scale, v_scale=scale, tree_attention="expand")
+    assert agrees(case)
+    module, name = (fa_ref.backend, "descales") if route == "passes" else (fa_fast.backend, "_descale")
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *arguments: right(*arguments)[: case.batch.batch_size])
+    assert notices(case, route)
+
+
+@planned_routes
+@TREE_WAYS
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_missing_descale_of_a_tree_is_noticed(name, mode, way, route):
+    case = (tree_problem if mode == "verify" else draft_problem)(
+        dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.25, v_scale=0.25, tree_attention=way
+    )
+    assert mutated(case, case, route)
+    stored = replace(case, k=None, v=None)
+    assert mutated(case, stored, route)
+    assert not mutated(case, with_layer(stored, **{name: None}), route)
+
+
+@planned_routes
+@pytest.mark.parametrize("kind", [FULL, SLIDING, LOCAL], ids=lambda kind: kind.value)
+def test_another_step_of_a_draft_is_noticed(kind, route):
+    case = draft_problem(kind)
+    assert mutated(case, case, route)
+    for step in (0, 1, 3):
+        assert not mutated(case, replace(case, step=step), route)
+
+
+@planned_routes
+@TREE_WAYS
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+def test_a_base_2_lse_of_a_prefix_is_noticed(mode, way, route, monkeypatch):
+    case = (tree_problem if mode == "verify" else draft_problem)(tree_attention=way)
+    assert agrees(case)
+    where = fa_ref.backend if route == "passes" else fa_fast.FlashAttentionBackend(case.config).kernels
+    right = where.flash_attn_with_kvcache
+
+    def in_base_2(**arguments: Any) -> Any:
+        out, lse = right(**arguments)
+        return out, lse / math.log(2)
+
+    monkeypatch.setattr(where, "flash_attn_with_kvcache", in_base_2)
     assert notices(case, route)
 
 

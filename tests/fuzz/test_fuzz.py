@@ -1,6 +1,7 @@
 """Random batches: masks = passes = fast, and both packages plan the same.
 
-FA_FUZZ=long runs 20 000 cases instead of 300. A failure prints the arguments of make_case that reproduce it.
+FA_FUZZ=long runs 20 000 cases instead of 500, with trees of up to 256 drafts instead of 12. A failure prints the
+arguments of make_case that reproduce it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from fa_ref.cases import make_case
 from tests.support import FP8, PAGE_SIZES, plans, sized, verdicts
 
 MODES = (ForwardMode.EXTEND, ForwardMode.SPLIT_PREFILL, ForwardMode.MIXED, ForwardMode.DECODE)
-CASES_A_MODE = max(75, settings().max_examples // len(MODES))
+SPECULATION = ("draft-decode", "verify-chain", "verify-tree", "draft-extend", "cascade")
+KINDS_OF_CASES = len(MODES) + len(SPECULATION)
+CASES_A_MODE = max(75, settings().max_examples // KINDS_OF_CASES)
+CASES_A_DRAFT = max(40, settings().max_examples // KINDS_OF_CASES)
 LONGEST = 300  # keys a request
+MOST_DRAFTS = 256 if settings().max_examples > 1000 else 12
 
 
 def around(*edges: int) -> st.SearchStrategy[int]:
@@ -71,6 +76,43 @@ def arguments(draw: st.DrawFn, mode: ForwardMode) -> dict[str, Any]:
     )
 
 
+@st.composite
+def trees(draw: st.DrawFn, drafts: int) -> list[int]:
+    """The parents of one tree: a chain, a star, two chains from the root, or every parent any earlier draft."""
+    shape = draw(st.sampled_from(["random", "random", "chain", "star", "fork"]))
+    if shape == "random":
+        ranks = draw(st.lists(st.integers(0, 2**30), min_size=drafts - 1, max_size=drafts - 1))
+        return [-1, *(rank % draft for draft, rank in enumerate(ranks, start=1))]
+    step = {"chain": 1, "star": drafts, "fork": 2}[shape]
+    return [-1, *(max(0, draft - step) for draft in range(1, drafts))]
+
+
+@st.composite
+def speculative(draw: st.DrawFn, name: str) -> tuple[ForwardMode, dict[str, Any]]:
+    """A mode of speculation and arguments of make_case for one layer of one batch."""
+    if name == "draft-extend":
+        return ForwardMode.DRAFT_EXTEND, draw(arguments(ForwardMode.DRAFT_EXTEND))
+    if name == "cascade":
+        mode = draw(st.sampled_from([ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED]))
+        drawn = draw(arguments(mode))
+        shared = draw(around(drawn["page_size"], 2 * drawn["page_size"]))
+        longer = dict(prefix_lens=[shared + n for n in drawn["prefix_lens"]], shared_prefix=shared)
+        return mode, drawn | longer | dict(context_len=drawn["context_len"] + shared)
+    mode = ForwardMode.DECODE if name == "draft-decode" else ForwardMode.TARGET_VERIFY
+    drawn = draw(arguments(ForwardMode.DECODE)) | dict(new_lens=[1])
+    drawn["tree_attention"] = draw(st.sampled_from(["auto", "fused", "expand"]))
+    if name == "draft-decode":
+        drafts = draw(st.integers(1, 5))  # steps
+        drawn |= dict(topk=draw(st.sampled_from([1, 2, 3, 4, 8])), num_steps=drafts)
+        drawn["step"] = draw(st.integers(0, drafts - 1))
+    else:
+        near = [n for n in (1, 2, 16, 17, 64, 65, 256) if n <= MOST_DRAFTS]
+        drafts = draw(st.one_of(st.sampled_from(near), st.integers(1, MOST_DRAFTS)))
+        forest = st.lists(trees(drafts), min_size=len(drawn["prefix_lens"]), max_size=len(drawn["prefix_lens"]))
+        drawn |= dict(draft_token_num=drafts) if name == "verify-chain" else dict(trees=draw(forest))
+    return mode, drawn | dict(context_len=drawn["context_len"] + drafts)
+
+
 def check(mode: ForwardMode, arguments: dict[str, Any]) -> None:
     case = make_case(mode, **arguments)
     planned = plans(case)
@@ -84,6 +126,24 @@ def check(mode: ForwardMode, arguments: dict[str, Any]) -> None:
 @given(data=st.data())
 def test_random_batches_agree(mode, data):
     check(mode, data.draw(arguments(mode), label="arguments"))
+
+
+@pytest.mark.parametrize("name", SPECULATION)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_drafts_agree(name, data):
+    mode, drawn = data.draw(speculative(name), label="mode, arguments")
+    check(mode, drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECULATION)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_drafts_agree_on_a_gpu(name, data):
+    mode, drawn = data.draw(speculative(name), label="mode, arguments")
+    head_dim = data.draw(st.sampled_from([64, 96, 128, 192, 256]), label="head_dim")
+    check(mode, sized("cuda", **drawn | dict(head_dim=head_dim, v_head_dim=None, kv_dtype=None)))
 
 
 @pytest.mark.gpu
