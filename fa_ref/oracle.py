@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fa_ref.api import BackendConfig, ForwardBatch, LayerKind, layer_kind, window_left
+from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, LayerKind, layer_kind, window_left
+from fa_ref.api.bounds import pool_of
 from fa_ref.api.checks import req_to_token
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.attention import AttentionState, attention
@@ -33,6 +34,7 @@ def masked_attention(
     The keys must be in the cache already. compute_dtype is that of the products: fp32 or fp64 for an oracle,
     the model's own for the plain low-precision run that tolerances are derived from.
     """
+    layer = AttentionLayer.of(layer)
     kind = layer_kind(layer, config.attention_chunk_size)
     outs, lses = [q.new_zeros(0, layer.tp_q_head_num, layer.v_head_dim, dtype=compute_dtype)], []
     lses.append(torch.zeros(0, layer.tp_q_head_num, device=q.device))
@@ -44,7 +46,7 @@ def masked_attention(
             values.to(compute_dtype),
             mask_of(kind, layer, config).dense(q_pos, k_pos),
             softmax_scale=layer.scaling,
-            logit_cap=getattr(layer, "logit_cap", 0.0) or 0.0,
+            logit_cap=layer.logit_cap,
             sinks=sinks,
         )
         outs.append(state.out)
@@ -88,7 +90,9 @@ def cached(
     """A request's first `length` keys and values, gathered slot by slot and descaled if the cache is fp8."""
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
     row = int(batch.req_pool_indices[request])
-    slots = pool.write_slots(layer, req_to_token(batch, config)[row, :length].long())
+    slots = req_to_token(batch, config)[row, :length].long()
+    if pool_of(layer_kind(layer, config.attention_chunk_size), config) == "swa":
+        slots = pool.full_to_swa_index_mapping[slots].long()
     keys, values = (buffer[slots] for buffer in pool.get_kv_buffer(layer.layer_id))
     if keys.dtype == FP8:
         keys = keys.float() * head_scale(getattr(layer, "k_scale", None), keys.device)

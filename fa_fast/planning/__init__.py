@@ -7,7 +7,7 @@ from typing import Any
 from fa_fast.planning.decode import plan_decode
 from fa_fast.planning.extend import plan_extend
 from fa_ref.api import AttentionPlan, BackendConfig, ForwardBatch
-from fa_ref.api.checks import check_batch, new_tokens
+from fa_ref.api.checks import check_batch, new_tokens, values_to_compare
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 
 
@@ -27,7 +27,14 @@ def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
     else:
         planner = plan_decode if mode.is_decode() else plan_extend
         passes = {kind: planner(batch, config, kind) for kind in kinds}
-    return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
+    return AttentionPlan(
+        forward_mode=mode,
+        num_tokens=new_tokens(batch),
+        passes=passes,
+        refused=refused,
+        batch_size=batch.batch_size,
+        values=values_to_compare(batch),
+    )
 
 
 __all__ = ["plan_batch"]

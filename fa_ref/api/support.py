@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fa_ref.api.batch import ForwardBatch
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import UnsupportedByProvider
@@ -17,8 +19,29 @@ PLANNED_MODES = (
 )
 
 
+UNPLANNED_FIELDS = (
+    "mha_return_lse",
+    "attn_attend_prefix_cache",
+    "prefix_chunk_idx",
+    "encoder_lens",
+    "encoder_out_cache_loc",
+)
+
+
+def refuse_unplanned_fields(batch: Any) -> None:
+    """Raise UnsupportedByProvider for a batch that sets a field whose meaning no planner covers yet."""
+    for name in UNPLANNED_FIELDS:
+        value = getattr(batch, name, None)
+        if value is not None and not (name == "mha_return_lse" and value is False):
+            raise UnsupportedByProvider(
+                f"{name}={value!r} is not planned yet; supported: multi-head attention over a request's own cache, "
+                f"which leaves {', '.join(UNPLANNED_FIELDS)} unset"
+            )
+
+
 def refuse_unplanned(batch: ForwardBatch) -> None:
     """Raise UnsupportedByProvider for modes (and draft decoding) that no planner covers yet."""
+    refuse_unplanned_fields(batch)
     mode = batch.forward_mode
     if mode not in PLANNED_MODES:
         raise UnsupportedByProvider(

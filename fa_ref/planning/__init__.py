@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fa_ref.api import AttentionPlan, BackendConfig, ForwardBatch, LayerKind
-from fa_ref.api.checks import check_batch, new_tokens
+from fa_ref.api.checks import check_batch, new_tokens, values_to_compare
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.extend import plan_extend
@@ -39,7 +39,14 @@ def plan_batch(batch: Any, config: BackendConfig) -> AttentionPlan:
     else:
         planner = plan_decode if mode.is_decode() else plan_extend
         passes = {kind: planner(batch, config, kind) for kind in kinds}
-    return AttentionPlan(forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused)
+    return AttentionPlan(
+        forward_mode=mode,
+        num_tokens=new_tokens(batch),
+        passes=passes,
+        refused=refused,
+        batch_size=batch.batch_size,
+        values=values_to_compare(batch),
+    )
 
 
 __all__ = ["plan_batch"]
