@@ -4,6 +4,7 @@
 #   make test       lint, types, tests, docs, notebooks: what CI runs
 #   make lab        JupyterLab on notebooks/
 #   make notebooks  execute and normalise every notebook (NOTEBOOKS="notebooks/05_*.ipynb" for some)
+#   make generate   renew what is written from code: README's table, overview picture, performance page
 #   make docs       the site, warnings as errors: docs/_build/html/index.html
 #   make bench      the benchmark suite (BENCH="--device cpu --only decode --json out.json")
 #   make fuzz       20 000 random batches, masks = passes = fast
@@ -33,11 +34,11 @@ NBVAL      := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanit
 # out: they check their arguments themselves, and tests look at the errors they raise.
 SHAPES     := --jaxtyping-packages=fa_ref.masks,fa_ref.attention,fa_ref.planning,fa_ref.oracle,beartype.beartype
 
-.PHONY: help demo test lab notebooks docs bench fuzz lint unit nbval clean
+.PHONY: help demo test lab notebooks generate docs bench fuzz lint unit nbval clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
 # ---- environment: each stamp says that its pip installs have succeeded -----------------------------------
 
@@ -70,6 +71,11 @@ lab: $(VENV)/.stamp-dev
 
 notebooks: $(VENV)/.stamp-dev
 	$(ONE_THREAD) $(PY) tools/execute_notebooks.py $(NOTEBOOKS)
+
+generate: $(VENV)/.stamp-dev
+	$(ONE_THREAD) $(PY) tools/support_table.py --write
+	$(PY) docs/_ext/pictures.py docs/_static/overview.svg
+	$(PY) docs/_ext/performance.py docs/performance.md
 
 docs: $(VENV)/.stamp-dev
 	$(PY) -m sphinx -W --keep-going --quiet -b html docs docs/_build/html

@@ -78,7 +78,7 @@ def flex(case: Case) -> Callable[[], Any]:
     """FlexAttention over keys gathered beforehand, its mask read from a dense boolean tensor."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    prefix, tree = passes(case)
+    _, tree = passes(case)
     requests, queries, drafts = tree.mask.shape
     context = int(case.batch.seq_lens[0])
     slots = case.config.req_to_token_pool.req_to_token[case.batch.req_pool_indices, :context].long()
@@ -86,7 +86,9 @@ def flex(case: Case) -> Callable[[], Any]:
     k, v = (buffer[slots].transpose(1, 2) for buffer in case.config.token_to_kv_pool.get_kv_buffer(0))
     q = case.q.view(requests, queries, 32, 128).transpose(1, 2)
     dense = torch.cat([tree.mask.new_ones(requests, queries, context), tree.mask], dim=2)
-    mask = create_block_mask(lambda b, h, i, j: dense[b, i, j], requests, None, queries, context + drafts, device="cuda")
+    mask = create_block_mask(
+        lambda b, h, i, j: dense[b, i, j], requests, None, queries, context + drafts, device="cuda"
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
     options = {"FORCE_USE_FLEX_ATTENTION": True}  # its decoding kernel does not take every number of queries
     return lambda: compiled(q, k, v, block_mask=mask, scale=case.layer.scaling, enable_gqa=True, kernel_options=options)
@@ -107,7 +109,7 @@ def verify_rows(only: str) -> Iterator[Row]:
             ForwardMode.TARGET_VERIFY, page_size=1, prefix_lens=[context] * requests,
             trees=chain_of_trees(requests, drafts),
         )  # fmt: skip
-        prefix, tree = passes(case)
+        prefix, _ = passes(case)
         mine, theirs, alone = gpu_rounds(ours(case), two_calls(case), call(case, prefix))
         floor = kv_bytes(case, requests * (context + drafts)) / ceiling
         yield row(name, TWO_CALLS, mine, theirs, floor)

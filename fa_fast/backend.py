@@ -5,7 +5,7 @@ The readable twin, with every step explained, is fa_ref.backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fa_fast.kernels.select import Provider, provider_for
 from fa_fast.planning import plan_batch
 from fa_fast.write import write_kv
 from fa_ref.api import (
+    AttentionLayer,
     AttentionPass,
     AttentionPlan,
     BackendConfig,
@@ -26,10 +27,12 @@ from fa_ref.api import (
     layer_kind,
     window_left,
 )
-from fa_ref.api.bounds import write_slots
-from fa_ref.api.checks import check_cut, check_layer_inputs, check_window
+from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_planned, check_window
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
+
+_LAYER_FIELDS = (*(f.name for f in fields(AttentionLayer)), "attn_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class FlashAttentionBackend:
         self.speculative_step_id, self.topk = speculative_step_id, topk
         self.speculative_num_steps = speculative_num_steps
         self._num_splits = 1 if self.config.deterministic else 0
-        self._geometries: dict[tuple[int, torch.dtype, bool], tuple[Any, _Geometry]] = {}  # and the layer each is of
+        self._layers: dict[tuple[Any, ...], tuple[Any, AttentionLayer, _Geometry]] = {}  # checked, each with its pool
         self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
         self._plan: AttentionPlan | None = None
 
@@ -85,6 +88,7 @@ class FlashAttentionBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
+        self._plan = None  # a refused batch leaves no plan behind
         batch = ForwardBatch.of(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
@@ -128,16 +132,18 @@ class FlashAttentionBackend:
         k and v None: attend to the cache as it is.
         """
         plan = self.forward_metadata
-        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
-        geometry = self._geometry(layer, q.dtype, sinks)
-        passes = plan.for_kind(geometry.kind)
+        check_planned(plan, forward_batch)
         pool = getattr(forward_batch, "token_to_kv_pool", None) or self.config.token_to_kv_pool
+        server_layer = layer
+        layer, geometry = self._layer(server_layer, pool, sinks)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
+        passes = plan.for_kind(geometry.kind)
         if k is not None and v is not None:
             k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
             v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
             if save_kv_cache:
-                loc = write_slots(ForwardBatch.of(forward_batch), self.speculative_step_id, plan.num_tokens)
-                write_kv(pool, layer, loc, k, v)
+                loc = slots_to_write(ForwardBatch.of(forward_batch), self.speculative_step_id, plan.num_tokens)
+                write_kv(pool, server_layer, loc, k, v)
         queries = q.reshape(-1, geometry.heads, geometry.head_dim)
         if queries.shape[0] == 0 or not passes:
             return q.new_zeros(queries.shape[0], geometry.heads * geometry.v_head_dim)
@@ -161,15 +167,23 @@ class FlashAttentionBackend:
         """Length of a padded row of a captured graph: 1, on the padding slot."""
         return 1
 
-    def init_cuda_graph_state(self, max_bs: int) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None, kv_indices_buf: Any = None) -> None:
         raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
 
-    def _geometry(self, layer: Any, dtype: torch.dtype, sinks: Tensor | None) -> _Geometry:
-        """The layer's geometry, checked against the provider the first time it is seen."""
-        key = (layer.layer_id, dtype, sinks is not None)
-        known = self._geometries.get(key)
-        if known is not None and known[0] is layer:
-            return known[1]
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
+
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
+
+    def _layer(self, layer: Any, pool: Any, sinks: Tensor | None) -> tuple[AttentionLayer, _Geometry]:
+        """The layer with its geometry, checked against pool and provider the first time these values are seen."""
+        key = (id(pool), sinks is not None, *[getattr(layer, name, None) for name in _LAYER_FIELDS])
+        known = self._layers.get(key)
+        if known is not None and known[0] is pool:
+            return known[1:]
+        layer = AttentionLayer.of(layer)
+        check_layer_pool(layer, self.config, pool)
         check_window(layer, self.config)
         geometry = _Geometry(
             kind=layer_kind(layer, self.config.attention_chunk_size),
@@ -178,10 +192,10 @@ class FlashAttentionBackend:
             head_dim=layer.head_dim,
             v_head_dim=layer.v_head_dim,
             window_left=window_left(layer),
-            softcap=float(getattr(layer, "logit_cap", 0.0) or 0.0),
+            softcap=float(layer.logit_cap),
         )
         self.kernels.CAPABILITY.require(
-            dtype=dtype,
+            dtype=self.config.dtype,
             kv_dtype=self.config.kv_cache_dtype,
             head_dim=geometry.head_dim,
             v_head_dim=geometry.v_head_dim,
@@ -190,8 +204,8 @@ class FlashAttentionBackend:
             sinks=sinks is not None,
             window=geometry.kind is LayerKind.SLIDING,
         )
-        self._geometries[key] = (layer, geometry)
-        return geometry
+        self._layers[key] = (pool, layer, geometry)
+        return layer, geometry
 
     def _run(
         self,

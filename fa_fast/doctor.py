@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import sys
@@ -398,7 +399,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     machine = gather()
     findings = diagnose(machine)
-    print((as_json if arguments.json else render)(machine, findings, capabilities(machine)))
+    try:
+        print((as_json if arguments.json else render)(machine, findings, capabilities(machine)), flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(findings)
 
 

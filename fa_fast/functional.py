@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from fa_fast.kernels.arguments import check_kvcache_call, check_merge_call, check_varlen_call, refuse
-from fa_fast.kernels.select import provider_for
+from fa_fast.kernels.select import Provider, provider_for
+from fa_ref.api.arguments import check_kvcache_call, check_merge_call, check_varlen_call, refuse
 
 
 def flash_attn_with_kvcache(
@@ -56,23 +58,16 @@ def flash_attn_with_kvcache(
         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
         cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new,
     )  # fmt: skip
-    provider = provider_for(q.device)
     cache_seqlens = check_kvcache_call(
-        provider.CAPABILITY,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        qv=qv,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        page_table=page_table,
-        cu_seqlens_q=cu_seqlens_q,
-        softcap=softcap,
-        sinks=sinks,
-        window_size=window_size,
-        attention_chunk=attention_chunk or 0,
-        return_softmax_lse=return_softmax_lse,
-    )
+        q=q, k_cache=k_cache, v_cache=v_cache, qv=qv, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, sinks=sinks, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, out=out,
+    )  # fmt: skip
+    provider = _provider(
+        q, k_cache, v_cache, softcap=softcap != 0, sinks=sinks is not None, lse=return_softmax_lse,
+        qv=qv is not None, window=tuple(window_size) != (-1, -1), attention_chunk=bool(attention_chunk),
+        page_size=None if page_table is None else k_cache.shape[1],
+    )  # fmt: skip
     return provider.flash_attn_with_kvcache(
         q=q,
         k_cache=k_cache,
@@ -130,21 +125,14 @@ def flash_attn_varlen_func(
     Results and errors are those of `flash_attn_with_kvcache`; a page table is refused.
     """
     refuse(page_table=page_table)
-    provider = provider_for(q.device)
     check_varlen_call(
-        provider.CAPABILITY,
-        q=q,
-        k=k,
-        v=v,
-        qv=qv,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        softcap=softcap,
-        sinks=sinks,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        return_softmax_lse=return_softmax_lse,
-    )
+        q=q, k=k, v=v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, out=out,
+    )  # fmt: skip
+    provider = _provider(
+        q, k, v, softcap=softcap != 0, sinks=sinks is not None, lse=return_softmax_lse, qv=qv is not None,
+        window=tuple(window_size) != (-1, -1), attention_chunk=bool(attention_chunk),
+    )  # fmt: skip
     return provider.flash_attn_varlen_func(
         q=q,
         k=k,
@@ -160,7 +148,7 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
         window_size=window_size,
-        attention_chunk=attention_chunk,
+        attention_chunk=attention_chunk or 0,
         softcap=softcap,
         num_splits=num_splits,
         return_softmax_lse=return_softmax_lse,
@@ -180,8 +168,17 @@ def merge_state(
 
     An empty side (lse -inf) returns the other bitwise; two empty sides give (0, -inf), never NaN.
     """
-    check_merge_call(out_a, lse_a, out_b, lse_b)
+    check_merge_call(out_a, lse_a, out_b, lse_b, out)
     return provider_for(out_a.device).merge_state(out_a, lse_a, out_b, lse_b, out)
+
+
+def _provider(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Provider:
+    """The kernels of q's device, or an error if they cannot run this call."""
+    provider = provider_for(q.device)
+    provider.CAPABILITY.require(
+        dtype=q.dtype, kv_dtype=k.dtype, head_dim=q.shape[-1], v_head_dim=v.shape[-1], **asked
+    )  # fmt: skip
+    return provider
 
 
 def _longest(q: Tensor, cu_seqlens_q: Tensor | None) -> int:

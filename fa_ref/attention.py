@@ -95,13 +95,18 @@ def attention(
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """Attention over the union of two disjoint sets of keys. Associative; (0, -inf) is its identity.
 
+    Whatever an empty side holds beside its lse of -inf, NaN included, is not read.
+
     >>> empty = AttentionState(torch.zeros(1, 1, 2), torch.full((1, 1), -torch.inf))
     >>> merge(empty, empty).lse.item()
     -inf
     """
     lse = torch.logaddexp(a.lse, b.lse)
     weight_a, weight_b = _share(a.lse, lse), _share(b.lse, lse)
-    return AttentionState(a.out * weight_a + b.out * weight_b, lse)
+    both = a.out * weight_a + b.out * weight_b
+    nothing_a, nothing_b = (rearrange(state.lse == -torch.inf, "q h -> q h 1") for state in (a, b))
+    out = torch.where(nothing_b, a.out, torch.where(nothing_a, b.out, both))  # the other side, bit for bit
+    return AttentionState(out.masked_fill(nothing_a & nothing_b, 0.0), lse)
 
 
 def _share(part: Float[Tensor, "queries heads"], whole: Float[Tensor, "queries heads"]) -> Tensor:

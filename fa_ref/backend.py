@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fa_ref.api import (
+    AttentionLayer,
     AttentionPass,
     AttentionPlan,
     BackendConfig,
@@ -24,8 +25,8 @@ from fa_ref.api import (
     layer_kind,
     window_left,
 )
-from fa_ref.api.bounds import write_slots
-from fa_ref.api.checks import check_cut, check_layer_inputs, check_window
+from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_planned, check_window
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, attention, merge, wide
@@ -62,7 +63,7 @@ class FlashAttentionBackend:
         self.skip_prefill = skip_prefill
         self.speculative_step_id, self.topk = speculative_step_id, topk
         self.speculative_num_steps = speculative_num_steps
-        self.oracle_dtype = torch.float32  # set to torch.float64 for a finer oracle
+        self.oracle_dtype = torch.promote_types(self.config.dtype, torch.float32)  # torch.float64: a finer oracle
         self._plan: AttentionPlan | None = None
 
     @property
@@ -74,6 +75,7 @@ class FlashAttentionBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
+        self._plan = None  # a refused batch leaves no plan behind
         batch = ForwardBatch.of(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
@@ -113,12 +115,15 @@ class FlashAttentionBackend:
         k and v None: attend to the cache as it is.
         """
         plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
+        check_planned(plan, forward_batch)
+        server_layer, layer = layer, AttentionLayer.of(layer)
+        check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
         check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         kind = layer_kind(layer, self.config.attention_chunk_size)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)
         if k is not None and v is not None and save_kv_cache:
-            self._write_kv(k, v, layer, batch)
+            self._write_kv(k, v, server_layer, batch)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if self.provider == "masks":
             oracle = masked_attention(
@@ -131,7 +136,7 @@ class FlashAttentionBackend:
                 compute_dtype=self.oracle_dtype,
             )
             return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
-        state = empty_state(queries, layer.v_head_dim)
+        state = empty_state(wide(queries), layer.v_head_dim)
         for step in passes:
             check_cut(step, layer)
             if isinstance(step, TreePass) and self.config.tree_attention != "expand":
@@ -159,33 +164,39 @@ class FlashAttentionBackend:
         """Length of a padded row of a captured graph: 1, on the padding slot."""
         return 1
 
-    def init_cuda_graph_state(self, max_bs: int) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None, kv_indices_buf: Any = None) -> None:
         raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
 
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
+
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
+
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
-        loc = write_slots(batch, self.speculative_step_id, self.forward_metadata.num_tokens)
+        loc = slots_to_write(batch, self.speculative_step_id, self.forward_metadata.num_tokens)
         if loc is None:
             if k.numel() == 0:
                 return
             raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
-        pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
-        keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
-        values = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-        pool.set_kv_buffer(layer, loc.long(), keys, values, layer.k_scale, layer.v_scale)
+        pool, sizes = batch.token_to_kv_pool or self.config.token_to_kv_pool, AttentionLayer.of(layer)
+        keys = k.reshape(-1, sizes.tp_k_head_num, sizes.head_dim)
+        values = v.reshape(-1, sizes.tp_v_head_num, sizes.v_head_dim)
+        pool.set_kv_buffer(layer, loc.long(), keys, values, sizes.k_scale, sizes.v_scale)
 
     def _run(
-        self, step: AttentionPass, q: Tensor, layer: Any, batch: ForwardBatch, sinks: Tensor | None
+        self, step: AttentionPass, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Tensor | None
     ) -> AttentionState:
         """One pass, as one kernel call over the cache viewed in the pass's pages."""
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys, values = pool.get_kv_buffer(layer.layer_id)
         descale = [
             None if keys.dtype != FP8 else descales(scale, step.sequences, layer.tp_k_head_num, q.device)
-            for scale in (getattr(layer, "k_scale", None), getattr(layer, "v_scale", None))
+            for scale in (layer.k_scale, layer.v_scale)
         ]
         rows = slice(None) if step.token_index is None else step.token_index.long()
         out, lse = flash_attn_with_kvcache(
-            q=q[rows].float(),
+            q=wide(q[rows]),
             k_cache=rearrange(keys, "(pages size) h d -> pages size h d", size=step.page_size),
             v_cache=rearrange(values, "(pages size) h d -> pages size h d", size=step.page_size),
             page_table=step.page_table,
@@ -198,11 +209,11 @@ class FlashAttentionBackend:
             softmax_scale=layer.scaling,
             causal=step.causal,
             window_size=(window_left(layer), 0) if step.uses_window else (-1, -1),
-            softcap=getattr(layer, "logit_cap", 0.0) or 0.0,
+            softcap=layer.logit_cap,
             return_softmax_lse=True,
             sinks=sinks if step.takes_sinks else None,
         )
-        state = empty_state(q, layer.v_head_dim)
+        state = empty_state(wide(q), layer.v_head_dim)
         state.out[rows], state.lse[rows] = out, lse
         return state
 
@@ -231,7 +242,7 @@ class FlashAttentionBackend:
 
 def empty_state(q: Tensor, v_head_dim: int) -> AttentionState:
     """Attention over no keys: the identity of merge."""
-    out = torch.zeros(*q.shape[:2], v_head_dim, device=q.device)
+    out = q.new_zeros(*q.shape[:2], v_head_dim)
     return AttentionState(out, torch.full(q.shape[:2], -torch.inf, device=q.device))
 
 

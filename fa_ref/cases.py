@@ -66,10 +66,10 @@ class Case:
     def judge(self, result: Tensor) -> Verdict:
         """A result's error against the oracle, and the budget derived from a plain run in q's dtype.
 
-        The oracle is finer than the plain run: fp32, or fp64 for a layer that runs in fp32 itself.
+        The oracle is finer than the plain run: fp32, or fp64 for a layer that runs in fp32 or fp64 itself.
         """
         shape = (-1, self.layer.tp_q_head_num, self.layer.v_head_dim)
-        finer = torch.float64 if self.q.dtype == torch.float32 else torch.float32
+        finer = torch.float32 if self.q.dtype.itemsize < 4 else torch.float64
         oracle, plain = self.oracle(finer).out, self.oracle(self.q.dtype).out
         return judge(result.reshape(shape), oracle, plain, self.q.dtype)
 
@@ -191,7 +191,7 @@ def make_case(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    written = list(prefix_lens)
+    written, branches = list(prefix_lens), torch.zeros(0, dtype=torch.int64)
     if drafting and topk == 1:
         written = [p + step for p in prefix_lens]
     elif branch_slots:  # branches own scattered slots, those of earlier steps already written

@@ -12,8 +12,18 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from fa_ref.api.errors import BadBatch, BadPageTable, UnsupportedByProvider
-from fa_ref.api.pools import FP8
+from fa_ref.api.arguments import (
+    check_kvcache_call,
+    check_lengths,
+    check_longest,
+    check_merge_call,
+    check_page_ids,
+    check_rows,
+    check_varlen_call,
+    refuse,
+    result_dtype,
+    starts,
+)
 from fa_ref.attention import AttentionState, attend, merge, scores, wide
 from fa_ref.attention import softcap as apply_softcap
 from fa_ref.masks import Mask, everything, local_chunk, sliding_window
@@ -79,25 +89,30 @@ def flash_attn_with_kvcache(
     >>> out.shape, round(lse[0, 0, 0].exp().item())  # five equal keys
     (torch.Size([1, 1, 2, 8]), 5)
     """
-    _refuse(
+    refuse(
         k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
         cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new,
     )  # fmt: skip
-    packed, cu_seqlens_q, unpack = _pack(q, cu_seqlens_q)
-    sequences = len(cu_seqlens_q) - 1
-    lens = _seqlens(cache_seqlens, sequences, k_cache, page_table)
-    _check_heads(packed, k_cache, v_cache)
+    cache_seqlens = check_kvcache_call(
+        q=q, k_cache=k_cache, v_cache=v_cache, qv=qv, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, sinks=sinks, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, out=out,
+    )  # fmt: skip
+    packed, bounds = _packed(q), _bounds(q, cu_seqlens_q)
+    check_longest(max_seqlen_q, starts("cu_seqlens_q", bounds, len(packed)))
+    lens = cache_seqlens.tolist()
+    cache_rows = list(range(len(lens))) if cache_batch_idx is None else cache_batch_idx.tolist()
+    _check_rows_and_lengths(k_cache, page_table, cache_rows, lens)
     read = _paged_reader(page_table) if page_table is not None else _dense_reader()
-    packed_qv = None if qv is None else _pack(qv, None if qv.dim() == 4 else cu_seqlens_q)[0]
+    packed_qv = None if qv is None else _packed(qv)
 
-    out_rows, lse_rows = _empty_result(packed, v_cache.shape[-1], out)
-    for i, rows in enumerate(spans(cu_seqlens_q)):
-        row = i if cache_batch_idx is None else int(cache_batch_idx[i])
-        keys, values = read(k_cache, row, int(lens[i])), read(v_cache, row, int(lens[i]))
+    out_rows, lse_rows = _empty_result(packed, v_cache.shape[-1])
+    for i, (rows, row, length) in enumerate(zip(spans(bounds), cache_rows, lens, strict=True)):
+        keys, values = read(k_cache, row, length), read(v_cache, row, length)
         state = _one_sequence(
-            _descaled(packed[rows], q_descale, i, sequences),
-            _descaled(keys, k_descale, i, sequences),
-            _descaled(values, v_descale, i, sequences),
+            _descaled(packed[rows], q_descale, i),
+            _descaled(keys, k_descale, i),
+            _descaled(values, v_descale, i),
             None if packed_qv is None else wide(packed_qv[rows]),
             _mask(packed[rows], keys, causal, window_size, attention_chunk or 0),
             softmax_scale=softmax_scale,
@@ -105,7 +120,9 @@ def flash_attn_with_kvcache(
             sinks=sinks,
         )
         out_rows[rows], lse_rows[rows] = state.out.to(out_rows.dtype), state.lse
-    return (unpack(out_rows), unpack(lse_rows)) if return_softmax_lse else unpack(out_rows)
+    result, lse = out_rows.view(*q.shape[:-1], v_cache.shape[-1]), lse_rows.view(q.shape[:-1])
+    result = result if out is None else out.copy_(result)
+    return (result, lse) if return_softmax_lse else result
 
 
 def flash_attn_varlen_func(
@@ -145,26 +162,28 @@ def flash_attn_varlen_func(
     >>> [round(n) for n in lse.exp().flatten().tolist()]  # keys seen by each query
     [1, 2, 1]
     """
-    _refuse(page_table=page_table)
-    _check_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise BadBatch(f"cu_seqlens_q has {len(cu_seqlens_q)} entries, cu_seqlens_k {len(cu_seqlens_k)}")
-    _check_heads(q, k, v)
-    sequences = len(cu_seqlens_q) - 1
-    out_rows, lse_rows = _empty_result(q, v.shape[-1], out)
+    refuse(page_table=page_table)
+    check_varlen_call(
+        q=q, k=k, v=v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk, out=out,
+    )  # fmt: skip
+    check_longest(max_seqlen_q, starts("cu_seqlens_q", cu_seqlens_q, len(q)))
+    starts("cu_seqlens_k", cu_seqlens_k, len(k))
+    out_rows, lse = _empty_result(q, v.shape[-1])
     for i, (rows, keys) in enumerate(zip(spans(cu_seqlens_q), spans(cu_seqlens_k), strict=True)):
         state = _one_sequence(
-            _descaled(q[rows], q_descale, i, sequences),
-            _descaled(k[keys], k_descale, i, sequences),
-            _descaled(v[keys], v_descale, i, sequences),
+            _descaled(q[rows], q_descale, i),
+            _descaled(k[keys], k_descale, i),
+            _descaled(v[keys], v_descale, i),
             None if qv is None else wide(qv[rows]),
-            _mask(q[rows], k[keys], causal, window_size, attention_chunk),
+            _mask(q[rows], k[keys], causal, window_size, attention_chunk or 0),
             softmax_scale=softmax_scale,
             cap=softcap,
             sinks=sinks,
         )
-        out_rows[rows], lse_rows[rows] = state.out.to(out_rows.dtype), state.lse
-    return (out_rows, lse_rows) if return_softmax_lse else out_rows
+        out_rows[rows], lse[rows] = state.out.to(out_rows.dtype), state.lse
+    result = out_rows if out is None else out.copy_(out_rows)
+    return (result, lse) if return_softmax_lse else result
 
 
 def merge_state(
@@ -178,7 +197,8 @@ def merge_state(
 
     An empty side (lse -inf) returns the other bitwise; two empty sides give (0, -inf), never NaN.
     """
-    state = merge(AttentionState(out_a.float(), lse_a), AttentionState(out_b.float(), lse_b))
+    check_merge_call(out_a, lse_a, out_b, lse_b, out)
+    state = merge(AttentionState(wide(out_a), lse_a), AttentionState(wide(out_b), lse_b))
     merged = state.out.to(out_a.dtype)
     return (merged if out is None else out.copy_(merged)), state.lse
 
@@ -219,13 +239,7 @@ def _mask(
 
 def _paged_reader(page_table: Tensor):
     def read(cache: Tensor, row: int, length: int) -> Float[Tensor, "keys kv_heads dim"]:
-        page_size = cache.shape[1]
-        pages = page_table[row, : -(-length // page_size)].long()
-        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < cache.shape[0]:
-            raise BadPageTable(
-                f"row {row} of the page table holds page ids {int(pages.min())}..{int(pages.max())}; the cache "
-                f"has pages 0..{cache.shape[0] - 1}"
-            )
+        pages = page_table[row, : -(-length // cache.shape[1])].long()
         return rearrange(cache[pages], "pages size h d -> (pages size) h d")[:length]
 
     return read
@@ -238,85 +252,38 @@ def _dense_reader():
     return read
 
 
-def _descaled(values: Tensor, descale: Tensor | None, sequence: int, sequences: int) -> Tensor:
+def _check_rows_and_lengths(cache: Tensor, page_table: Tensor | None, rows: list[int], lens: list[int]) -> None:
+    pages, page_size = cache.shape[:2]
+    if page_table is None:
+        check_rows(rows, pages)
+        check_lengths(lens, page_size)
+        return
+    check_rows(rows, page_table.shape[0])
+    check_lengths(lens, page_table.shape[1] * page_size)
+    check_page_ids(page_table=page_table, row_index=rows, lengths=lens, page_size=page_size, pages=pages)
+
+
+def _descaled(values: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
     """Stored values as fp32: times the [sequences, kv_heads] descale of this sequence, if there is one."""
     if descale is None:
         return wide(values)
-    _check_descale(descale, sequences, values.shape[1])
-    per_head = descale[sequence].float()  # one factor a key head; query heads share it in groups
+    per_head = descale[sequence]  # one factor a key head; query heads share it in groups
     per_head = per_head.repeat_interleave(values.shape[1] // per_head.shape[0])
     return wide(values) * rearrange(per_head, "h -> h 1")
 
 
-def _check_descale(descale: Tensor, sequences: int, heads: int) -> None:
-    if descale.dim() != 2 or descale.shape[0] != sequences or heads % descale.shape[1]:
-        raise BadBatch(
-            f"a descale has shape {tuple(descale.shape)}; this call has {sequences} sequences and wants one factor a "
-            "(sequence, key head): expand the layer's scale to the call's own number of sequences"
-        )
+def _packed(q: Tensor) -> Float[Tensor, "tokens heads dim"]:
+    return q if q.dim() == 3 else rearrange(q, "b s h d -> (b s) h d")
 
 
-def _pack(q: Tensor, cu_seqlens_q: Tensor | None):
-    """q as [tokens, heads, dim] with its cu_seqlens, and how to undo that."""
+def _bounds(q: Tensor, cu_seqlens_q: Tensor | None) -> Int32[Tensor, " sequences_plus_1"]:
+    """Where each sequence's queries start: as given, or one row of a batch after another."""
     if cu_seqlens_q is not None:
-        _check_int32(cu_seqlens_q=cu_seqlens_q)
-        if q.dim() != 3:
-            raise BadBatch(f"q has shape {tuple(q.shape)}; with cu_seqlens_q it must be [tokens, heads, dim]")
-        return q, cu_seqlens_q, lambda rows: rows
-    if q.dim() != 4:
-        raise BadBatch(f"q has shape {tuple(q.shape)}; without cu_seqlens_q it must be [batch, seqlen, heads, dim]")
-    batch, seqlen = q.shape[:2]
-    cu = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
-    packed = rearrange(q, "b s h d -> (b s) h d")
-    return packed, cu, lambda rows: rows.reshape(batch, seqlen, *rows.shape[1:])
+        return cu_seqlens_q
+    return torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
 
 
-def _seqlens(lens: Tensor | int | None, sequences: int, cache: Tensor, page_table: Tensor | None) -> Tensor:
-    room = cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if lens is None or isinstance(lens, int):
-        lens = torch.full((sequences,), room if lens is None else lens, dtype=torch.int32, device=cache.device)
-    _check_int32(cache_seqlens=lens)
-    if page_table is not None:
-        _check_int32(page_table=page_table)
-    if len(lens) != sequences:
-        raise BadBatch(f"cache_seqlens has {len(lens)} entries for {sequences} sequences of cu_seqlens_q")
-    if len(lens) and int(lens.max()) > room:
-        raise BadPageTable(f"cache_seqlens reach {int(lens.max())}; a row of the table holds {room} tokens")
-    return lens
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-2] != v.shape[-2]:
-        raise BadBatch(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: q and k must share their last dim, k "
-            "and v their heads, and the query heads must be a multiple of the key heads"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise BadBatch(
-                f"{name} of shape {tuple(x.shape)} has stride {x.stride(-1)} in its last dim, which must be "
-                "contiguous; call .contiguous()"
-            )
-
-
-def _check_int32(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.int32:
-            raise BadBatch(f"{name} is {tensor.dtype}; kernels read int32: use {name}.to(torch.int32)")
-
-
-def _refuse(**arguments: object) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise UnsupportedByProvider(
-            f"{', '.join(given)} given; this interface attends to a cache that is already written. Write keys "
-            "with the pool's set_kv_buffer and rotate before the call; for paged keys use flash_attn_with_kvcache"
-        )
-
-
-def _empty_result(q: Tensor, v_dim: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty_result(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
     """Rows that no sequence covers (graph padding) stay (0, -inf)."""
-    dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    shape = (*q.shape[:-1], v_dim)
-    rows = torch.zeros(shape, dtype=dtype, device=q.device) if out is None else out.zero_().view(shape)
+    rows = torch.zeros(*q.shape[:-1], v_dim, dtype=result_dtype(q), device=q.device)
     return rows, torch.full(q.shape[:-1], -torch.inf, device=q.device)

@@ -13,7 +13,17 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fa_ref.api import BackendConfig, DraftInput, ForwardBatch, LayerKind, VerifyInput, layer_kind, window_left
+from fa_ref.api import (
+    AttentionLayer,
+    BackendConfig,
+    DraftInput,
+    ForwardBatch,
+    LayerKind,
+    VerifyInput,
+    layer_kind,
+    window_left,
+)
+from fa_ref.api.bounds import pool_of
 from fa_ref.api.checks import req_to_token
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.attention import AttentionState, attention
@@ -46,6 +56,7 @@ def masked_attention(
     The keys must be in the cache already. step: of draft decoding. compute_dtype is that of the products: fp32 or
     fp64 for an oracle, the model's own for the plain low-precision run that tolerances are derived from.
     """
+    layer = AttentionLayer.of(layer)
     kind = layer_kind(layer, config.attention_chunk_size)
     outs = [q.new_zeros(0, layer.tp_q_head_num, layer.v_head_dim, dtype=compute_dtype)]
     lses = [torch.zeros(0, layer.tp_q_head_num, device=q.device)]
@@ -58,7 +69,7 @@ def masked_attention(
             values.to(compute_dtype),
             mask if question.allowed is None else mask & question.allowed,
             softmax_scale=layer.scaling,
-            logit_cap=getattr(layer, "logit_cap", 0.0) or 0.0,
+            logit_cap=layer.logit_cap,
             sinks=sinks,
         )
         outs.append(state.out)
@@ -134,7 +145,9 @@ def cached(
 ) -> tuple[Float[Tensor, "keys kv_heads dim"], Float[Tensor, "keys kv_heads v_dim"]]:
     """The keys and values in some slots (of the full pool), descaled if the cache is fp8."""
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    keys, values = (buffer[pool.write_slots(layer, slots)] for buffer in pool.get_kv_buffer(layer.layer_id))
+    if pool_of(layer_kind(layer, config.attention_chunk_size), config) == "swa":
+        slots = pool.full_to_swa_index_mapping[slots].long()
+    keys, values = (buffer[slots] for buffer in pool.get_kv_buffer(layer.layer_id))
     if keys.dtype == FP8:
         keys = keys.float() * head_scale(getattr(layer, "k_scale", None), keys.device)
         values = values.float() * head_scale(getattr(layer, "v_scale", None), values.device)

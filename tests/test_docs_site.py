@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,15 @@ _spec.loader.exec_module(pictures)
 NOTEBOOKS = sorted(path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
+def extension(name: str):
+    """A module of docs/_ext; they import each other by name."""
+    sys.path.insert(0, str(DOCS / "_ext"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
 def page(name: str) -> str:
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
@@ -33,9 +45,7 @@ def named(text: str) -> set[str]:
 
 def test_the_picture_of_the_readme_is_the_one_the_code_draws():
     committed = (DOCS / "_static" / "overview.svg").read_text(encoding="utf-8")
-    assert committed == pictures.overview()._repr_svg_() + "\n", (
-        "run python docs/_ext/pictures.py > docs/_static/overview.svg"
-    )
+    assert committed == pictures.overview()._repr_svg_() + "\n", "run make generate"
 
 
 def test_the_glossary_s_example_is_the_running_example():
@@ -66,3 +76,45 @@ def test_every_page_is_in_the_contents():
     contents = page("index")
     pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
     assert {name for name in pages if not re.search(rf"^{name}$", contents, re.MULTILINE)} == set()
+
+
+def test_the_performance_page_is_what_its_generator_says():
+    assert page("performance") == extension("performance").page() + "\n", "run make generate"
+
+
+def test_every_row_below_one_is_explained():
+    performance = extension("performance")
+    slow = [row for run in performance.results().values() for row in run["rows"] if row["ratio"] < 1]
+    assert slow
+    assert [row["row"] for row in slow if performance.why(row) == "slower than the peer"] == []
+
+
+def test_a_row_faster_than_its_floor_is_said_so():
+    row = {"row": "x", "ours_us": 1.0, "floor_us": 2.0}
+    assert "x" in extension("performance").above_the_floor([row])
+    assert extension("performance").above_the_floor([row | {"ours_us": 3.0}]) == ""
+
+
+def test_every_field_of_the_contract_says_what_it_means():
+    reference = extension("api_reference")
+    for cls in reference.documented_classes():
+        assert [field.name for field in reference.fields_of(cls)] == [field.name for field in fields(cls)]
+
+
+def test_a_field_without_words_stops_the_page():
+    with pytest.raises(ValueError, match="silent"):
+        extension("api_reference").fields_of(_Silent)
+
+
+def test_the_modes_that_need_a_field_are_found():
+    needed = extension("api_reference").needed_in()
+    assert needed["seq_lens"] == "all"
+    assert "`EXTEND`" in needed["extend_seq_lens"]
+    assert "DECODE" not in needed["extend_seq_lens"]
+    assert needed["seq_lens_cpu"] == ""
+
+
+@dataclass
+class _Silent:
+    said: int  # with words
+    silent: int

@@ -8,6 +8,7 @@ from fa_fast.kernels.tree import tree_attention_torch
 from fa_fast.planning.local import virtual_batch_count, virtual_batches_torch
 from fa_fast.planning.page_table import gather_pages_torch
 from fa_fast.planning.verify import tree_tables_torch
+from fa_ref.api.errors import BadBatch
 from fa_ref.api.pools import FP8, MHAKVPool, SWAKVPool
 from fa_ref.cases import make_case
 
@@ -171,11 +172,14 @@ def test_merge_state_equals_its_definition_in_any_lse_layout(device, dtype, toke
 def test_merging_with_nothing_returns_the_other_side_bitwise(device):
     out_a = torch.randn(4, 2, 64, generator=_generator(9)).to(device, torch.bfloat16)
     lse_a = torch.randn(4, 2, generator=_generator(10)).to(device)
-    nothing = torch.zeros_like(out_a), torch.full_like(lse_a, -torch.inf)
-    for out, lse in (merge_state(out_a, lse_a, *nothing), merge_state(*nothing, out_a, lse_a)):
-        assert torch.equal(out, out_a) and torch.equal(lse, lse_a)
-    out, lse = merge_state(*nothing, *nothing)
-    assert torch.equal(out, nothing[0]) and torch.equal(lse, nothing[1])
+    out_a[0, 0, 0] = -0.0
+    for held in (0.0, torch.nan, torch.inf):  # whatever an empty side holds
+        nothing = torch.full_like(out_a, held), torch.full_like(lse_a, -torch.inf)
+        for out, lse in (merge_state(out_a, lse_a, *nothing), merge_state(*nothing, out_a, lse_a)):
+            assert_same_bits(out, out_a)
+            assert torch.equal(lse, lse_a)
+        out, lse = merge_state(*nothing, *nothing)
+        assert (out == 0).all() and torch.equal(lse, nothing[1])
 
 
 @pytest.mark.parametrize(("requests", "drafts"), [(1, 1), (3, 5), (40, 2), (2, 33)])
@@ -228,3 +232,76 @@ def test_tree_attention_equals_its_definition(
     torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose / 2)
     error, size = (ours.float() - definition.float()).norm(), definition.float().norm()
     assert error <= loose / 6 * size
+
+
+# ---- NaN, and index tensors that are views ------------------------------------------------------------------------
+
+
+def test_a_nan_key_stays_nan_in_an_fp8_cache(device):
+    if device == "cpu":
+        pytest.skip("Triton's interpreter casts NaN to a finite e4m3 value")
+    k, v = (torch.ones(3, 2, 64, device=device, dtype=torch.bfloat16) for _ in "kv")
+    k[1, 0, 5], v[2, 1, 63] = torch.nan, torch.nan
+    k_cache, v_cache = (torch.zeros(8, 2, 64, device=device, dtype=FP8) for _ in "kv")
+    loc = torch.tensor([5, 2, 7], device=device)
+    store_kv(k, v, k_cache, v_cache, loc, k_scale=scales(device, 1, 4), v_scale=scales(device, 1, 5))
+    assert torch.equal(k_cache[loc].float().isnan(), k.isnan())
+    assert torch.equal(v_cache[loc].float().isnan(), v.isnan())
+
+
+def test_a_nan_query_stays_nan_in_fp8_and_its_neighbours_keep_their_scale(device):
+    cu = torch.tensor([0, 4, 7], dtype=torch.int32, device=device)
+    q = values(device, (7, 4, 64), 11).bfloat16()
+    q[1, 0, 3], clean = torch.nan, q.clone()
+    clean[1, 0, 3] = 0
+    for quantize in (quantize_q, quantize_q_torch):
+        ours, descale = quantize(q, cu, 2)
+        expected, expected_descale = quantize(clean, cu, 2)
+        assert torch.equal(descale, expected_descale)
+        assert torch.equal(ours.float()[~q.isnan()], expected.float()[~q.isnan()])
+        if device == "cuda" or quantize is quantize_q_torch:  # the interpreter casts NaN to a finite e4m3 value
+            assert ours.float()[q.isnan()].isnan().all()
+
+
+def every_other(x):
+    """The same values as every other one of a buffer that holds wrong ones between them."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_index_tensors_may_be_strided_views(device, page_size):
+    requests, positions, chunk = 5, 40, 8
+    slots, mapping = _ints(400, (requests + 2, positions), 1).to(device), _ints(400, (400,), 2).to(device)
+    rows = torch.randperm(requests + 2, generator=_generator(3))[:requests].to(device, torch.int32)
+    lens = torch.tensor([1, 7, 8, 39, 40], device=device, dtype=torch.int32)
+    args = (page_size, 3, -1, chunk)
+    expected = gather_pages_torch(slots, rows, lens, *args, mapping)
+    strided = gather_pages(slots, every_other(rows), every_other(lens), *args, every_other(mapping))
+    assert all(torch.equal(ours, definition) for ours, definition in zip(strided, expected, strict=True))
+
+    cu = torch.tensor([0, 1, 4, 12, 20, 21], device=device, dtype=torch.int32)
+    count = virtual_batch_count(cu.diff().tolist(), lens.tolist(), chunk)
+    expected = virtual_batches_torch(cu, lens, slots, rows, count, chunk, 1)
+    strided = virtual_batches(every_other(cu), every_other(lens), slots, every_other(rows), count, chunk, 1)
+    assert all(torch.equal(ours, definition) for ours, definition in zip(strided, expected, strict=True))
+
+    q = values(device, (21, 2, 64), 4).bfloat16()
+    for ours, definition in zip(quantize_q(q, every_other(cu), 1), quantize_q(q, cu, 1), strict=True):
+        assert_same_bits(ours, definition)
+
+    k, v = (values(device, (4, 2, 64), seed).bfloat16() for seed in (5, 6))
+    loc, scale = torch.tensor([3, 90, 7, 20], device=device), torch.tensor([2.0, 0.5], device=device)
+    caches = [torch.zeros(400, 2, 64, device=device, dtype=FP8) for _ in range(4)]
+    store_kv(k, v, *caches[:2], loc, mapping=mapping, k_scale=scale, v_scale=scale)
+    store_kv(k, v, *caches[2:], every_other(loc), mapping=every_other(mapping), k_scale=every_other(scale),
+             v_scale=every_other(scale))  # fmt: skip
+    assert_same_bits(caches[0], caches[2])
+    assert_same_bits(caches[1], caches[3])
+
+
+def test_tables_whose_rows_are_strided_are_refused(device):
+    table, one = every_other(_ints(9, (3, 8), 1).to(device)), torch.ones(1, dtype=torch.int32, device=device)
+    with pytest.raises(BadBatch, match="req_to_token has stride 2"):
+        gather_pages(table, one, one, 1, 8, -1, 0, None)
+    with pytest.raises(BadBatch, match="page table has stride 2"):
+        virtual_batches(torch.cat([one - 1, one]), one, table, None, 1, 4, 1)

@@ -76,7 +76,7 @@ def _features() -> list[Feature]:
             cases=tuple(dict(page_size=size, chunk=size * 2) for size in pages),
             on_gpu=(("page_size", "page_size"),),
         ),
-        _feature("other page sizes, as 5", ("page_size", "5"), page_size=5, chunk=10),
+        _feature("other page sizes, as 7", ("page_size", "7"), page_size=7, chunk=14),
         Feature(
             name=f"head dims {', '.join(equal)}; qk/v {', '.join(unequal)}",
             cases=tuple(dict(head_dim=k, v_head_dim=v) for k, v in dims),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 
 from fa_ref import LayerKind, plan_batch, show
@@ -45,5 +48,5 @@ def three_spaces() -> Picture:
     return show.stacked(pool, table)
 
 
-if __name__ == "__main__":  # python docs/_ext/pictures.py > docs/_static/overview.svg
-    print(overview()._repr_svg_())
+if __name__ == "__main__":  # python docs/_ext/pictures.py docs/_static/overview.svg
+    Path(sys.argv[1]).write_text(overview()._repr_svg_() + "\n", encoding="utf-8")

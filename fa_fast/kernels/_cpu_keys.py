@@ -61,7 +61,13 @@ class _Cache:
 
     def _copied(self, rows: Tensor, index: Tensor) -> Tensor:
         into = self._scratch(index.shape[0] * rows[0].numel()).view(index.shape[0], *rows.shape[1:])
-        return self.typed(torch.index_select(rows, 0, index, out=into))
+        try:
+            return self.typed(torch.index_select(rows, 0, index, out=into))
+        except IndexError:  # index_select looks anyway; the range is only taken for the message
+            raise BadPageTable(
+                f"the page table leads to rows {int(index.min())}..{int(index.max())} of a cache of {rows.shape[0]} "
+                f"rows ({self.shape[0]} pages of {self.shape[1]}). Divide slots by the page size"
+            ) from None
 
     def _scratch(self, need: int) -> Tensor:
         """Every copy overwrites the last one, so that the scratch stays in cache."""
@@ -126,7 +132,8 @@ class PagedKeys:
     def pick(self, sequences: list[int], positions: Tensor) -> tuple[Tensor, Tensor]:
         """k and v at logical positions [sequences, keys]: (sequences, keys, kv_heads, dim)."""
         rows = torch.tensor([self.row_index[sequence] for sequence in sequences])[:, None]
-        slots = self.page_table[rows, positions // self.page_size] * self.page_size + positions % self.page_size
+        pages = self.page_table[rows, positions // self.page_size].long()  # a slot can pass 2**31
+        slots = pages * self.page_size + positions % self.page_size
         return _pair([cache.pick(slots) for cache in self.caches], self.joint)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fa_ref.api.errors import UnsupportedByProvider
+from fa_ref.api.pools import FP8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Capability:
             raise self.refuse(f"q of {dtype}", _names(self.dtypes))
         if kv_dtype not in self.kv_dtypes:
             raise self.refuse(f"a {kv_dtype} cache", _names(self.kv_dtypes))
+        if kv_dtype not in (dtype, FP8):
+            raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"a cache of q's own dtype, or of {FP8}")
         if self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
             raise self.refuse(f"head dims (qk {head_dim}, v {v_head_dim})", f"{sorted(self.head_dims)} as (qk, v)")
         if page_size is not None and self.page_sizes is not None and page_size not in self.page_sizes:

@@ -69,12 +69,8 @@ def flash_attn_with_kvcache(
     """FA3 over a paged cache; lse comes back as a (tokens, heads) view of the kernel's (heads, tokens)."""
     dtype = q.dtype
     if k_cache.dtype == FP8 and q.dtype != FP8:
-        assert cu_seqlens_q is not None, "an fp8 cache needs ragged queries"
-        from fa_fast.triton_ops.quantize_q import quantize_q
-
-        q, q_descale = quantize_q(q, cu_seqlens_q, k_cache.shape[-2])
-    optional = {"sinks": _sinks(sinks), "out": out if k_cache.dtype != FP8 else None}
-    optional = {name: value for name, value in optional.items() if value is not None}
+        q, q_descale = _quantized(q, cu_seqlens_q, q_descale, k_cache.shape[-2])
+    optional = _optional("flash_attn_with_kvcache", sinks, out, k_cache.dtype)
     result = _fa3().flash_attn_with_kvcache(
         q=q,
         k_cache=k_cache,
@@ -93,16 +89,28 @@ def flash_attn_with_kvcache(
 def flash_attn_varlen_func(
     *,
     q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    q_descale: Tensor | None = None,
     sinks: Tensor | None = None,
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FA3 over contiguous ragged keys."""
-    optional = {"sinks": _sinks(sinks), "out": out}
-    optional = {name: value for name, value in optional.items() if value is not None}
-    result = _fa3().flash_attn_varlen_func(q=q, return_softmax_lse=return_softmax_lse, **optional, **arguments)
-    return _result(result, q.dtype, return_softmax_lse, out, sinks)
+    dtype = q.dtype
+    if k.dtype == FP8 and q.dtype != FP8:
+        q, q_descale = _quantized(q, cu_seqlens_q, q_descale, k.shape[-2])
+    result = _fa3().flash_attn_varlen_func(
+        q=q,
+        k=k,
+        cu_seqlens_q=cu_seqlens_q,
+        q_descale=q_descale,
+        return_softmax_lse=return_softmax_lse,
+        **_optional("flash_attn_varlen_func", sinks, out, k.dtype),
+        **arguments,
+    )
+    return _result(result, dtype, return_softmax_lse, out, sinks)
 
 
 def get_scheduler_metadata(
@@ -161,8 +169,26 @@ def tree_attention(*arguments: Any, **named: Any) -> Tensor:
     return launch(*arguments, **named)
 
 
-def _sinks(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.to(torch.bfloat16)
+def _quantized(
+    q: Tensor, cu_seqlens_q: Tensor | None, q_descale: Tensor | None, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """q in e4m3 and its factors [sequences, kv_heads], the caller's included. Batched q: a sequence a batch row."""
+    from fa_fast.triton_ops.quantize_q import quantize_q
+
+    if cu_seqlens_q is None:
+        cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+    quantized, factor = quantize_q(q.reshape(-1, *q.shape[-2:]), cu_seqlens_q, kv_heads)
+    return quantized.view(q.shape), factor if q_descale is None else factor * q_descale
+
+
+def _optional(function: str, sinks: Tensor | None, out: Tensor | None, kv_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments that are passed only where given and taken; an fp8 result is bf16 whatever `out` is."""
+    given = {}
+    if sinks is not None:
+        given["sinks"] = sinks.to(torch.bfloat16).contiguous()
+    if out is not None and kv_dtype != FP8 and _accepts(function, "out"):
+        given["out"] = out
+    return given
 
 
 def _result(

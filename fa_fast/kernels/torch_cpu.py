@@ -13,15 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fa_fast.kernels import checks
 from fa_fast.kernels._cpu_attend import Rows, run
 from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
 from fa_fast.kernels._cpu_visible import Visible
 from fa_fast.kernels.capability import Capability
 from fa_fast.kernels.tree import tree_attention_torch as tree_attention
-from fa_ref.api.errors import BadBatch
+from fa_ref.api.arguments import check_lengths, check_longest, check_page_ids, check_rows, result_dtype, starts
+from fa_ref.api.checks import device_checks_enabled
 
-_CPU = torch.device("cpu")
 _FP8 = torch.float8_e4m3fn
 _WIDE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -85,7 +84,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache: (pages, page_size, kv_heads, dim) with page_table, int32 [rows, pages]; without a table
     (rows, slots, kv_heads, dim). cache_batch_idx, int32 [sequences]: the row of each sequence. cache_seqlens:
     int32 [sequences], keys of each sequence; None means all a row can hold.
-    Descales: fp32, broadcastable to [sequences, kv_heads]. sinks: [heads]. num_splits=1: batch-invariant.
+    Descales: fp32 [sequences, kv_heads]. sinks: [heads]. num_splits=1: batch-invariant.
 
     Returns out like q, and with return_softmax_lse (out, lse): lse fp32 (tokens, heads), or (sequences,
     queries, heads) for batched q. A row without a visible key gives 0 and -inf.
@@ -93,41 +92,17 @@ def flash_attn_with_kvcache(
     """
     if scheduler_metadata is not None:
         raise CAPABILITY.refuse("a call with scheduler_metadata", "calls without it (pass None)")
-    checks.check_operands(
-        _CPU,
-        {
-            "q": q,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "qv": qv,
-            "page_table": page_table,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cache_seqlens": cache_seqlens,
-            "cache_batch_idx": cache_batch_idx,
-            "sinks": sinks,
-            "out": out,
-            "q_descale": q_descale,
-            "k_descale": k_descale,
-            "v_descale": v_descale,
-        },
-    )
-    checks.check_rank("k_cache", k_cache, "pages page_size kv_heads head_dim")
-    checks.check_rank("v_cache", v_cache, "pages page_size kv_heads v_head_dim")
     batch_shape = q.shape[:-2]
     if cu_seqlens_q is None:
-        checks.check_rank("q", q, "sequences queries heads head_dim")
         sequences, queries = batch_shape
         query_starts = [queries * sequence for sequence in range(sequences + 1)]
         q, qv = q.flatten(0, 1), None if qv is None else qv.flatten(0, 1)
     else:
-        checks.check_rank("q", q, "tokens heads head_dim")
-        query_starts = checks.starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    checks.check_heads(q=q, k=k_cache, v=v_cache, qv=qv, sinks=sinks)
-    checks.check_dtypes(q=q, k=k_cache, v=v_cache, qv=qv)
+        query_starts = starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     keys = _paged_keys(
         k_cache, v_cache, page_table, cache_batch_idx, cache_seqlens, len(query_starts) - 1, qv is not None
     )
-    checks.check_longest(max_seqlen_q, query_starts)
+    check_longest(max_seqlen_q, query_starts)
     return _attention(
         q=q,
         qv=qv,
@@ -177,31 +152,9 @@ def flash_attn_varlen_func(
     cu_seqlens_k, int32 [sequences + 1]. Everything else as in flash_attn_with_kvcache.
     Twin: fa_ref.kernels.flash_attn_varlen_func.
     """
-    checks.check_operands(
-        _CPU,
-        {
-            "q": q,
-            "k": k,
-            "v": v,
-            "qv": qv,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "sinks": sinks,
-            "out": out,
-            "q_descale": q_descale,
-            "k_descale": k_descale,
-            "v_descale": v_descale,
-        },
-    )
-    checks.check_rank("q", q, "tokens heads head_dim")
-    checks.check_rank("k", k, "keys kv_heads head_dim")
-    checks.check_rank("v", v, "keys kv_heads v_head_dim")
-    checks.check_heads(q=q, k=k, v=v, qv=qv, sinks=sinks)
-    checks.check_dtypes(q=q, k=k, v=v, qv=qv)
-    query_starts = checks.starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    key_starts = checks.starts("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    checks.check_count("cu_seqlens_k", key_starts, len(query_starts))
-    checks.check_longest(max_seqlen_q, query_starts)
+    query_starts = starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    key_starts = starts("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    check_longest(max_seqlen_q, query_starts)
     keys = RaggedKeys(k=k, v=v, starts=key_starts, joint=qv is not None)
     return _attention(
         q=q,
@@ -234,13 +187,6 @@ def merge_state(
         >>> merge_state(one, torch.zeros(1, 1), 3 * one, torch.zeros(1, 1))[0]
         tensor([[[2., 2.]]])
     """
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        if lse.shape != out_a.shape[:-1] or out_a.shape != out_b.shape:
-            raise BadBatch(
-                f"{name} has shape {tuple(lse.shape)}, the outputs {tuple(out_a.shape)} and "
-                f"{tuple(out_b.shape)}; outputs must agree as (tokens, heads, dim) and an LSE must be (tokens, heads)."
-            )
-    checks.check_out(out, tuple(out_a.shape), out_a.dtype)
     lse = torch.logaddexp(lse_a, lse_b)
     weight_b = torch.sigmoid(lse_b - lse_a)[..., None]
     merged = torch.lerp(out_a.to(weight_b.dtype), out_b.to(weight_b.dtype), weight_b).to(out_a.dtype)
@@ -262,23 +208,18 @@ def _paged_keys(
     """An unpaged cache is a cache with one page per row."""
     if page_table is None:
         page_table = torch.arange(k.shape[0], dtype=torch.int32)[:, None]
-    checks.check_table(page_table)
-    if cache_batch_idx is None:
-        row_index = list(range(sequences))
+    row_index = list(range(sequences)) if cache_batch_idx is None else cache_batch_idx.tolist()
+    check_rows(row_index, page_table.shape[0])
+    page_size, room = k.shape[1], page_table.shape[1] * k.shape[1]
+    if isinstance(cache_seqlens, Tensor):
+        lengths = cache_seqlens.tolist()
     else:
-        row_index = checks.host_ints("cache_batch_idx", cache_batch_idx)
-        checks.check_count("cache_batch_idx", row_index, sequences)
-    checks.check_rows(row_index, page_table.shape[0])
-    width, page_size = page_table.shape[1], k.shape[1]
-    if cache_seqlens is None or isinstance(cache_seqlens, int):
-        lengths = [width * page_size if cache_seqlens is None else cache_seqlens] * sequences
-    else:
-        lengths = checks.host_ints("cache_seqlens", cache_seqlens)
-    checks.check_count("cache_seqlens", lengths, sequences)
-    checks.check_lengths(lengths, width=width, page_size=page_size)
-    checks.check_page_ids(
-        page_table=page_table, row_index=row_index, lengths=lengths, page_size=page_size, pages=k.shape[0]
-    )
+        lengths = [room if cache_seqlens is None else cache_seqlens] * sequences
+    check_lengths(lengths, room)
+    if device_checks_enabled():
+        check_page_ids(
+            page_table=page_table, row_index=row_index, lengths=lengths, page_size=page_size, pages=k.shape[0]
+        )
     return PagedKeys(k=k, v=v, page_table=page_table, row_index=row_index, lengths=lengths, joint=joint)
 
 
@@ -301,17 +242,17 @@ def _attention(
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
-    compute, out_dtype = _compute_dtype(q.dtype, v.dtype), torch.bfloat16 if q.dtype == _FP8 else q.dtype
-    out_shape = (*batch_shape, heads, v.shape[-1])
-    checks.check_out(out, out_shape, out_dtype)
-    out = q.new_empty(out_shape, dtype=out_dtype) if out is None else out
+    compute = _compute_dtype(q.dtype, v.dtype)
+    ragged = out is not None and out.dim() == 3
+    rows = out if ragged else q.new_empty(tokens, heads, v.shape[-1], dtype=result_dtype(q))
+    assert rows is not None
     lse = torch.empty(tokens, heads)
     q_scale, v_scale = _fold(descales, len(query_starts) - 1, heads, kv_heads, q, qv)
     joined = q if qv is None else torch.cat([qv.to(compute), q.to(compute)], -1)
     run(
         Rows(
             q=joined.to(compute),
-            out=out if len(batch_shape) == 1 else out.view(tokens, heads, v.shape[-1]),
+            out=rows,
             lse=lse,
             query_starts=query_starts,
             keys=keys,
@@ -325,7 +266,9 @@ def _attention(
             alone=num_splits == 1,
         )
     )
-    return (out, lse.view(*batch_shape, heads)) if return_softmax_lse else out
+    result = rows.view(*batch_shape, heads, v.shape[-1])
+    result = result if out is None or ragged else out.copy_(result)
+    return (result, lse.view(*batch_shape, heads)) if return_softmax_lse else result
 
 
 def _compute_dtype(q: torch.dtype, kv: torch.dtype) -> torch.dtype:
@@ -347,10 +290,8 @@ def _fold(
     if all(descale is None for descale in descales):
         return None, None
     q_descale, k_descale, v_descale = (
-        torch.ones(sequences, heads)
-        if descale is None
-        else checks.descale(name, descale, sequences, kv_heads).repeat_interleave(heads // kv_heads, 1)
-        for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)
+        torch.ones(sequences, heads) if descale is None else descale.repeat_interleave(heads // kv_heads, 1)
+        for descale in descales
     )
     q_scale = (q_descale * k_descale)[..., None]
     if qv is not None:

@@ -41,15 +41,15 @@ def tree_attention_torch(
     lse = torch.logsumexp(scores, dim=-1)  # [requests, kv_heads, group, queries]
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(wide).view(1, kv_heads, -1, 1))
-    shift = lse
-    if prefix_lse is not None:
-        before = prefix_lse.reshape(requests, queries, kv_heads, -1).permute(0, 2, 3, 1).to(wide)
-        shift = torch.logaddexp(lse, before)
-    weights = torch.exp(scores - shift.masked_fill(shift.isneginf(), 0)[..., None])
+    lse = lse.permute(0, 3, 1, 2).reshape(q.shape[:2])  # (tokens, heads), as a prefix brings it
+    whole = lse if prefix_lse is None else torch.logaddexp(lse, prefix_lse.to(wide))
+    shift = whole.masked_fill(whole.isneginf(), 0)
+    by_head = shift.view(requests, queries, kv_heads, -1).permute(0, 2, 3, 1)
+    weights = torch.exp(scores - by_head[..., None])
     out = torch.einsum("rhgqk,rkhd->rqhgd", weights, v).reshape(q.shape[0], q.shape[1], -1)
     if prefix_out is not None and prefix_lse is not None:
-        share = torch.exp(before - shift.masked_fill(shift.isneginf(), 0)).permute(0, 3, 1, 2).reshape(q.shape[:2])
-        out = out + prefix_out.to(wide) * share[..., None]
+        share = torch.exp(prefix_lse.to(wide) - shift)[..., None]
+        out = out + torch.where(share == 0, 0, prefix_out.to(wide)) * share  # an empty prefix is not read
     return out.to(q.dtype)
 
 

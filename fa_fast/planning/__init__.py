@@ -11,7 +11,7 @@ from fa_fast.planning.extend import plan_extend
 from fa_fast.planning.verify import plan_verify
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import shared_prefix
-from fa_ref.api.checks import check_batch, new_tokens
+from fa_ref.api.checks import check_batch, new_tokens, values_to_compare
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 
 
@@ -37,6 +37,8 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
         passes=passes,
         refused=refused,
         shared_prefix=saving,
+        batch_size=batch.batch_size,
+        values=values_to_compare(batch),
     )
 
 
@@ -53,6 +55,8 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
             num_tokens=new_tokens(batch),
             passes={kind: plans[step] for kind, plans in by_kind.items()},
             refused=refused,
+            batch_size=batch.batch_size,
+            values=values_to_compare(batch),
         )
         for step in range(steps)
     ]

@@ -7,19 +7,18 @@ from dataclasses import replace
 from fa_fast.planning.local import local_pass
 from fa_fast.planning.page_table import paged_view
 from fa_fast.planning.ragged import cu_seqlens
-from fa_ref.api import AttentionPass, BackendConfig, BadBatch, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind
 from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
 
 
 def plan_extend(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
     """Twin of fa_ref.planning.extend.plan_extend."""
-    if not config.deterministic:
-        return (_one_pass(batch, config, kind),)
+    return _plan_apart(batch, config, kind) if config.deterministic else (_one_pass(batch, config, kind),)
+
+
+def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
     lens = batch.extend_seq_lens_cpu
-    if lens is None:
-        raise BadBatch(
-            "deterministic mode plans single-token requests apart and needs extend_seq_lens_cpu, which is None"
-        )
+    assert lens is not None  # check_batch refuses it
     passes = []
     for requests, bound in (
         ([i for i, n in enumerate(lens) if n == 1], 1),

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_ref.api.errors import BadBatch
+
 
 @triton.jit
 def _kernel(
@@ -44,6 +46,11 @@ def gather_pages(
     mapping: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """page_table int32 [requests, width] and cache_seqlens int32 [requests]."""
+    if slots.shape[1] > 1 and slots.stride(1) != 1:
+        raise BadBatch(
+            f"req_to_token has stride {slots.stride(1)} along a row, whose positions must be contiguous; call "
+            ".contiguous()"
+        )
     requests = seq_lens.shape[0]
     table = torch.empty(requests, width, dtype=torch.int32, device=slots.device)
     lens = torch.empty(requests, dtype=torch.int32, device=slots.device)
@@ -51,7 +58,8 @@ def gather_pages(
         return table, lens
     block = min(1024, triton.next_power_of_2(max(width, 1)))
     _kernel[(requests, max(1, triton.cdiv(width, block)))](
-        slots, rows, seq_lens, slots if mapping is None else mapping, table, lens,
+        slots, rows.contiguous(), seq_lens.contiguous(),
+        slots if mapping is None else mapping.contiguous(), table, lens,
         slots.stride(0), slots.shape[1], width, page_size, left, chunk,
         MAPPED=mapping is not None, BLOCK=block,
     )  # fmt: skip

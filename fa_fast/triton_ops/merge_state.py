@@ -36,9 +36,12 @@ def _kernel(
     inside = valid[:, None] & (column < v_dim)[None, :]
     value_a = tl.load(out_a + token[:, None] * a_token + head * a_head + column[None, :], mask=inside, other=0.0)
     value_b = tl.load(out_b + token[:, None] * b_token + head * b_head + column[None, :], mask=inside, other=0.0)
-    share_a = tl.where(empty, 0.0, weight_a / tl.where(empty, 1.0, total))
-    share_b = tl.where(empty, 0.0, weight_b / tl.where(empty, 1.0, total))
-    value = value_a.to(tl.float32) * share_a[:, None] + value_b.to(tl.float32) * share_b[:, None]
+    # Whatever an empty side holds, NaN included, is not read; the other side keeps its bits, the sign of a zero too.
+    empty_a, empty_b = (a == -float("inf"))[:, None], (b == -float("inf"))[:, None]
+    value_a, value_b = tl.where(empty_a, 0.0, value_a.to(tl.float32)), tl.where(empty_b, 0.0, value_b.to(tl.float32))
+    whole = tl.where(empty, 1.0, total)
+    value = value_a * (weight_a / whole)[:, None] + value_b * (weight_b / whole)[:, None]
+    value = tl.where(empty_b, value_a, tl.where(empty_a, value_b, value))
     target = out + token[:, None] * o_token + head * o_head + column[None, :]
     tl.store(target, value.to(out.dtype.element_ty), mask=inside)
 
@@ -46,7 +49,7 @@ def _kernel(
 def merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out_*: [tokens, heads, v_dim], last dim contiguous; lse_*: fp32 (tokens, heads), natural log, any strides."""
+    """out_*: [tokens, heads, v_dim], last dims contiguous; lse_*: fp32 (tokens, heads), natural log, any strides."""
     tokens, heads, v_dim = out_a.shape
     out = torch.empty_like(out_a) if out is None else out
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=out_a.device)

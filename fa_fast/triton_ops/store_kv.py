@@ -26,7 +26,7 @@ def _copy_row(
             head = offset // dim if PER_HEAD else offset * 0
             factor = tl.load(scale + head, mask=inside, other=1.0)
             value = tl.div_rn(value.to(tl.float32), factor)
-            value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+            value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(target + slot * width + offset, value.to(target.dtype.element_ty), mask=inside)
 
 
@@ -62,11 +62,11 @@ def store_kv(
     """
     if k.shape[0] == 0:
         return
-    k, v = _rows(k), _rows(v)
+    k, v, loc = _rows(k), _rows(v), loc.contiguous()
     quantize = k_cache.dtype == FP8
     one = k_cache  # any pointer: not read
     _kernel[(k.shape[0],)](
-        k, v, k_cache, v_cache, loc, loc if mapping is None else mapping,
+        k, v, k_cache, v_cache, loc, loc if mapping is None else mapping.contiguous(),
         _scale(k_scale, k) if quantize else one, _scale(v_scale, v) if quantize else one,
         k.stride(0), v.stride(0), k.shape[1] * k.shape[2], v.shape[1] * v.shape[2], k.shape[2], v.shape[2],
         MAPPED=mapping is not None, QUANTIZE=quantize,
@@ -83,4 +83,4 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _scale(scale: Tensor | None, like: Tensor) -> Tensor:
-    return torch.ones(1, device=like.device) if scale is None else scale
+    return torch.ones(1, device=like.device) if scale is None else scale.contiguous()

@@ -83,7 +83,8 @@ def _kernel(
         new_top = tl.maximum(top, lse)
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         decay, share = tl.exp(top - shift), tl.exp(lse - shift)
-        total, acc = total * decay + share, acc * decay[:, None] + before.to(tl.float32) * share[:, None]
+        joined = tl.where((share == 0.0)[:, None], 0.0, before.to(tl.float32) * share[:, None])
+        total, acc = total * decay + share, acc * decay[:, None] + joined
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     o_at = out + token[:, None] * o_token + head[:, None] * v_dim + dv[None, :]
     tl.store(o_at, acc.to(out.dtype.element_ty), mask=valid[:, None] & (dv < v_dim)[None, :])

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_ref.api.errors import BadBatch
+
 
 @triton.jit
 def _kernel(
@@ -65,6 +67,11 @@ def virtual_batches(
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """cu_seqlens_q [count + 1], cache_seqlens [count], page_table [count, pages of a chunk], all int32."""
+    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
+        raise BadBatch(
+            f"the page table has stride {page_table.stride(1)} along a row, whose pages must be contiguous; call "
+            ".contiguous()"
+        )
     requests, pages = seq_lens.shape[0], page_table.shape[1]
     width = min(chunk // page_size, pages)
     device = page_table.device
@@ -75,7 +82,8 @@ def virtual_batches(
         return cu_local, k_local, table_local
     block = min(1024, triton.next_power_of_2(width))
     _kernel[(count, triton.cdiv(width, block))](
-        cu_seqlens_q, seq_lens, page_table, page_table if row_index is None else row_index,
+        cu_seqlens_q.contiguous(), seq_lens.contiguous(), page_table,
+        page_table if row_index is None else row_index.contiguous(),
         cu_local, k_local, table_local,
         requests, page_table.stride(0), pages, width, chunk, page_size,
         INDEXED=row_index is not None,

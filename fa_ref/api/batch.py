@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Int32
 from torch import Tensor
 
+from fa_ref.api.errors import BadBatch
 from fa_ref.api.modes import ForwardMode
 
 
@@ -17,16 +18,16 @@ from fa_ref.api.modes import ForwardMode
 class DraftInput:
     """`spec_info` of a draft model's DECODE: each request continues `topk` branches."""
 
-    topk: int
-    num_steps: int
+    topk: int  # branches a request
+    num_steps: int  # draft steps; each adds a token to every branch
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyInput:
     """`spec_info` of TARGET_VERIFY: `draft_token_num` draft tokens a request, a chain or a tree."""
 
-    draft_token_num: int
-    topk: int = 1
+    draft_token_num: int  # T, draft tokens a request
+    topk: int = 1  # above 1 the drafts form a tree, and custom_mask says which sees which
     custom_mask: Bool[Tensor, " entries"] | None = None
     """Flat: for each request draft_token_num rows of seq_lens + draft_token_num columns; None for a chain."""
 
@@ -40,27 +41,32 @@ class ForwardBatch:
     the new tokens are drafts (DECODE with DraftInput, TARGET_VERIFY): there it counts what came before them.
     """
 
-    forward_mode: ForwardMode
-    batch_size: int
+    forward_mode: ForwardMode  # what this pass does; a server's own enum is matched by its members' names
+    batch_size: int  # requests
     req_pool_indices: Int[Tensor, " requests"]  # row of each request in req_to_token
-    seq_lens: Int[Tensor, " requests"]  # on the backend's device
+    seq_lens: Int[Tensor, " requests"]  # total tokens S, on the backend's device
     out_cache_loc: Int[Tensor, " tokens"] | None = None  # slot of every new token
     seq_lens_cpu: Int[Tensor, " requests"] | None = None  # host copy; None: never synchronise, use bounds
-    extend_seq_lens: Int[Tensor, " requests"] | None = None  # new tokens L; EXTEND, MIXED, ...
-    extend_seq_lens_cpu: Sequence[int] | None = None
+    extend_seq_lens: Int[Tensor, " requests"] | None = None  # new tokens L
+    extend_seq_lens_cpu: Sequence[int] | None = None  # host copy; None: bounds instead
     extend_prefix_lens: Int[Tensor, " requests"] | None = None  # cached tokens P
-    extend_prefix_lens_cpu: Sequence[int] | None = None
+    extend_prefix_lens_cpu: Sequence[int] | None = None  # host copy, checked against the other lengths
     encoder_lens: Int[Tensor, " requests"] | None = None  # encoder keys, the first columns of the row
-    encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None
-    spec_info: DraftInput | VerifyInput | None = None
+    encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None  # slot of every new encoder token
+    spec_info: DraftInput | VerifyInput | None = None  # speculative decoding: the drafts of this pass
     shared_prefix_len: int = 0  # leading tokens that all requests keep in the very same slots; for cascade_prefix
     attn_attend_prefix_cache: bool | None = None  # MLA as MHA: None absorbed, False new tokens, True a chunk
-    prefix_chunk_idx: int | None = None
-    prefix_chunk_cu_seq_lens: Int[Tensor, "chunks requests_plus_1"] | None = None
-    prefix_chunk_max_seq_lens: Sequence[int] | None = None
-    mha_return_lse: bool = False
+    prefix_chunk_idx: int | None = None  # MLA as MHA: which chunk of the prefix this pass attends to
+    prefix_chunk_cu_seq_lens: Int[Tensor, "chunks requests_plus_1"] | None = None  # keys of each chunk, ragged
+    prefix_chunk_max_seq_lens: Sequence[int] | None = None  # the longest request of each chunk
+    mha_return_lse: bool = False  # return (out, lse), for a caller that merges
     req_to_token_pool: Any = None  # None: the config's
-    token_to_kv_pool: Any = None
+    token_to_kv_pool: Any = None  # None: the config's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward_mode", ForwardMode.of(self.forward_mode))
+        if isinstance(self.seq_lens_cpu, list | tuple):
+            object.__setattr__(self, "seq_lens_cpu", torch.tensor(self.seq_lens_cpu, dtype=torch.int64))
 
     @classmethod
     def of(cls, batch: Any) -> ForwardBatch:
@@ -68,7 +74,9 @@ class ForwardBatch:
         if isinstance(batch, cls):
             return batch
         given = {f.name: getattr(batch, f.name) for f in fields(cls) if hasattr(batch, f.name)}
-        given["forward_mode"] = ForwardMode.of(given["forward_mode"])
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+        if missing:
+            raise BadBatch(f"a {type(batch).__name__} without {', '.join(missing)}; a batch needs these fields")
         given["spec_info"] = _spec_info(given.get("spec_info"))
         return cls(**given)
 

@@ -50,7 +50,7 @@ def decode_reach(kind: LayerKind, config: BackendConfig) -> int | None:
     return config.attention_chunk_size if kind is LayerKind.LOCAL else None
 
 
-def write_slots(batch: ForwardBatch, step: int, tokens: int) -> Tensor | None:
+def slots_to_write(batch: ForwardBatch, step: int, tokens: int) -> Tensor | None:
     """The slot of each query token: out_cache_loc, or its entries of one step when it is [request, branch, step]."""
     loc, steps = batch.out_cache_loc, draft_steps(batch)
     if loc is None or steps == 0 or loc.shape[0] == tokens:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 
-from fa_ref.api.errors import BadConfig
+from fa_ref.api.errors import BadConfig, UnsupportedByProvider
 from fa_ref.api.modes import LayerKind
 
 
@@ -30,9 +30,9 @@ class AttentionLayer:
     logit_cap: float = 0.0  # softcap; 0 none
     sliding_window_size: int | None = -1  # keys before the query that stay visible, W - 1; -1 or None: none
     use_irope: bool = False  # chunked local attention, where the config has a chunk size
-    is_cross_attention: bool = False
+    is_cross_attention: bool = False  # keys are the encoder's
     k_scale: torch.Tensor | float | None = None  # stored key = key / k_scale, fp8 caches only
-    v_scale: torch.Tensor | float | None = None
+    v_scale: torch.Tensor | float | None = None  # stored value = value / v_scale, fp8 caches only
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tp_v_head_num", self.tp_v_head_num or self.tp_k_head_num)
@@ -47,7 +47,30 @@ class AttentionLayer:
                 f"layer {self.layer_id}: {self.tp_k_head_num} key heads but {self.tp_v_head_num} value heads; "
                 "they must be equal"
             )
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if isinstance(scale, torch.Tensor) and scale.numel() not in (1, self.tp_k_head_num):
+                raise BadConfig(
+                    f"layer {self.layer_id}: {name} has {scale.numel()} entries for {self.tp_k_head_num} key heads; "
+                    "pass one factor, or one a key head"
+                )
         layer_kind(self)
+
+    @classmethod
+    def of(cls, layer: Any) -> AttentionLayer:
+        """This layer as an AttentionLayer; fields that a server's object lacks, or has as None, keep their defaults."""
+        if isinstance(layer, cls):
+            return layer
+        found = ((f.name, getattr(layer, f.name, None)) for f in fields(cls))
+        given = {name: value for name, value in found if value is not None}
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+        if missing:
+            raise BadConfig(f"a {type(layer).__name__} without {', '.join(missing)}; a layer needs these fields")
+        kind = getattr(layer, "attn_type", None)
+        if kind is not None and str(getattr(kind, "name", kind)).upper() != "DECODER":
+            raise UnsupportedByProvider(
+                f"layer {layer.layer_id} has attn_type {kind}; supported: DECODER, whose queries see no later key"
+            )
+        return cls(**given)
 
 
 def window_left(layer: Any) -> int:

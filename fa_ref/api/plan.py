@@ -64,7 +64,7 @@ class TreePass:
 
     slots: Int32[Tensor, "requests drafts"]  # pool slot of each draft token, token-granular
     mask: Bool[Tensor, "requests queries drafts"]  # True: the query may see the draft token
-    pool: str = "full"
+    pool: str = "full"  # "full" or "swa": which pool the slots belong to
     takes_sinks: bool = True  # a query sees at least itself here, so a sink always has a row to join
     cut_to_window: int = -1  # as in AttentionPass
     token_index: None = None  # query rows are request-major: request r has rows r * queries .. (r + 1) * queries
@@ -104,11 +104,13 @@ class TreePass:
 class AttentionPlan:
     """For each layer kind, the passes whose merged states are the layer's output."""
 
-    forward_mode: ForwardMode
+    forward_mode: ForwardMode  # of the batch it was made from
     num_tokens: int  # query rows of the batch
-    passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]]
+    passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]]  # in the order in which states are merged
     refused: Mapping[LayerKind, str] = field(default_factory=dict)  # why a kind has no plan in this mode
     shared_prefix: tuple[int, int, int] | None = None  # cascade: prefix tokens, bytes a layer reads without, with it
+    batch_size: int | None = None  # of the planned batch; forward refuses another. None: not compared
+    values: Mapping[str, list[int]] | None = None  # with FA_CHECK=1: the rows, lengths and slots it was planned for
 
     def for_kind(self, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
         """The passes of a layer kind. Raises UnsupportedByProvider, naming mode and kind, if there are none."""
@@ -132,14 +134,14 @@ class AttentionPlan:
             "pool",
             "causal",
             "window",
-            "sinks",
+            "takes sinks",
         )
         rows: list[tuple[str, ...]] = [head]
         for kind, passes in self.passes.items():
             for number, step in enumerate(passes, start=1):
                 rows.append((kind.name, str(number), *_cells(step)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        title = f"{self.forward_mode.name}: {self.num_tokens} query tokens"
+        title = f"{self.forward_mode.name}: {self.num_tokens} query token{'' if self.num_tokens == 1 else 's'}"
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         if self.shared_prefix is not None:
             tokens, plain, cascade = self.shared_prefix

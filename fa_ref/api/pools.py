@@ -47,12 +47,18 @@ class ReqToTokenPool:
         return taken
 
     def free(self, rows: Iterable[int]) -> None:
+        """Give rows back. Raises BadBatch, and frees none, if one is free already or was never handed out."""
+        rows = list(rows)
+        wrong = [row for i, row in enumerate(rows) if not 1 <= row <= self.size or row in self._free or row in rows[:i]]
+        if wrong:
+            raise BadBatch(f"rows {wrong} cannot be freed: only rows 1..{self.size} that alloc gave out, and once each")
         self._free.extend(rows)
 
 
 class MHAKVPool:
     """Keys and values of `layer_num` layers; `size` slots for requests, after the padding page.
 
+    A size that is no multiple of the page size is rounded up to whole pages.
     Buffers are [slots, head_num, head_dim], zero at the start, so unused slots are finite: a kernel that
     multiplies a masked-out value by zero stays clean.
     """
@@ -88,6 +94,7 @@ class MHAKVPool:
         """The slots of this layer's buffers that `loc` addresses: `loc` itself, with one pool."""
         return loc
 
+    @torch.no_grad()
     def set_kv_buffer(
         self,
         layer: Any,
@@ -131,6 +138,7 @@ class MLAKVPool:
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
+    @torch.no_grad()
     def set_mla_kv_buffer(
         self,
         layer: Any,
@@ -148,7 +156,8 @@ class SWAKVPool:
 
     A request's row holds slots of the full pool. `full_to_swa_index_mapping[full slot]` is the slot of the
     same token in the window pool, or 0 (padding) once the token left the window and was freed there.
-    Both pools have the same page size, and a page maps to a page: translate the slot, then divide.
+    Both pools have the same page size, and a page maps to a page: translate the slot, then divide. So eviction is by
+    whole pages: a page of the window pool is freed, and its slots mapped to 0, once all its tokens left the window.
     """
 
     def __init__(
@@ -191,6 +200,7 @@ class SWAKVPool:
         """`loc` (slots of the full pool) as slots of the pool this layer lives in."""
         return self.full_to_swa_index_mapping[loc].long() if self.in_swa_pool(layer.layer_id) else loc
 
+    @torch.no_grad()
     def set_kv_buffer(
         self,
         layer: Any,

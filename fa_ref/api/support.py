@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fa_ref.api.batch import ForwardBatch, VerifyInput
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, UnsupportedByProvider
@@ -11,8 +13,29 @@ from fa_ref.api.modes import ForwardMode, LayerKind
 PLANNED_MODES = tuple(ForwardMode)
 
 
+UNPLANNED_FIELDS = (
+    "mha_return_lse",
+    "attn_attend_prefix_cache",
+    "prefix_chunk_idx",
+    "encoder_lens",
+    "encoder_out_cache_loc",
+)
+
+
+def refuse_unplanned_fields(batch: Any) -> None:
+    """Raise UnsupportedByProvider for a batch that sets a field whose meaning no planner covers yet."""
+    for name in UNPLANNED_FIELDS:
+        value = getattr(batch, name, None)
+        if value is not None and not (name == "mha_return_lse" and value is False):
+            raise UnsupportedByProvider(
+                f"{name}={value!r} is not planned yet; supported: multi-head attention over a request's own cache, "
+                f"which leaves {', '.join(UNPLANNED_FIELDS)} unset"
+            )
+
+
 def refuse_unplanned(batch: ForwardBatch) -> None:
-    """Raise BadBatch where spec_info does not belong to the forward mode."""
+    """Raise UnsupportedByProvider for fields without a meaning yet, BadBatch where spec_info does not fit the mode."""
+    refuse_unplanned_fields(batch)
     mode, info = batch.forward_mode, batch.spec_info
     if mode.is_target_verify() and not isinstance(info, VerifyInput):
         raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {info!r}")

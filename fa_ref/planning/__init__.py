@@ -6,7 +6,7 @@ from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import shared_prefix
-from fa_ref.api.checks import check_batch, new_tokens
+from fa_ref.api.checks import check_batch, new_tokens, values_to_compare
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.cascade import cascade
 from fa_ref.planning.decode import plan_decode
@@ -45,7 +45,13 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
         assert isinstance(whole, AttentionPass)
         passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
     return AttentionPlan(
-        forward_mode=mode, num_tokens=new_tokens(batch), passes=passes, refused=refused, shared_prefix=saving
+        forward_mode=mode,
+        num_tokens=new_tokens(batch),
+        passes=passes,
+        refused=refused,
+        shared_prefix=saving,
+        batch_size=batch.batch_size,
+        values=values_to_compare(batch),
     )
 
 
@@ -62,6 +68,8 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
             num_tokens=new_tokens(batch),
             passes={kind: plans[step] for kind, plans in by_kind.items()},
             refused=refused,
+            batch_size=batch.batch_size,
+            values=values_to_compare(batch),
         )
         for step in range(steps)
     ]

@@ -71,7 +71,8 @@ def plan_draft_steps(
 ) -> list[tuple[AttentionPass | TreePass, ...]]:
     """The plans of steps 0 .. steps - 1. Steps of full layers share one page table; only lengths and branches grow."""
     plans = [plan_draft(batch, config, kind, step) for step in range(steps)]
-    if kind is not LayerKind.FULL:  # windows and chunks are cut anew at every step
+    if kind is not LayerKind.FULL or not plans:  # windows and chunks are cut anew at every step
         return plans
-    table = plans[0][0].page_table if plans else None
-    return [(replace(prefix, page_table=table), *rest) for prefix, *rest in plans]  # type: ignore[arg-type]
+    first = plans[0][0]
+    assert isinstance(first, AttentionPass)
+    return [(replace(prefix, page_table=first.page_table), *rest) for prefix, *rest in plans]  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fa_ref.api import AttentionPass, BackendConfig, BadBatch, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind
 from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
 from fa_ref.planning.local import local_pass
 from fa_ref.planning.page_table import pages_of, slot_table
@@ -28,7 +28,7 @@ def _one_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> At
     pool = pool_of(kind, config)
     whole = AttentionPass(
         page_table=pages_of(slot_table(batch, config, pool), config.page_size),
-        cache_seqlens=batch.seq_lens.to(torch.int32),
+        cache_seqlens=batch.seq_lens.to(torch.int32, copy=True),
         cu_seqlens_q=cu_seqlens(batch.extend_seq_lens),
         max_seqlen_q=longest_extend(batch),
         max_seqlen_k=longest_request(batch, config),
@@ -51,10 +51,7 @@ def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
     differently than in a call of decodes. Here it never shares one.
     """
     lens = batch.extend_seq_lens_cpu
-    if lens is None:
-        raise BadBatch(
-            "deterministic mode plans single-token requests apart and needs extend_seq_lens_cpu, which is None"
-        )
+    assert lens is not None  # check_batch refuses it
     single = [i for i, n in enumerate(lens) if n == 1]
     longer = [i for i, n in enumerate(lens) if n > 1]
     passes = []

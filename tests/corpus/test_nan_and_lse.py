@@ -154,17 +154,21 @@ def test_merging_empty_states(package, dtype, device):
     gen = torch.Generator().manual_seed(2)
     out = torch.randn(5, 4, 64, generator=gen).to(device, dtype)
     lse = torch.randn(5, 4, generator=gen).to(device)
-    zero, nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    both_out, both_lse = package.merge_state(zero, nothing, zero, nothing)
-    assert not both_out.any()
-    assert (both_lse == -torch.inf).all()
-    for merged in (package.merge_state(out, lse, zero, nothing), package.merge_state(zero, nothing, out, lse)):
-        assert torch.equal(merged[0], out)
-        assert torch.equal(merged[1], lse)
-    lse[:, 1], out[:, 1] = -torch.inf, 0  # an empty head beside full ones
-    mixed_out, mixed_lse = package.merge_state(out, lse, zero, nothing)
-    assert torch.equal(mixed_out, out)
-    assert torch.equal(mixed_lse, lse)
+    out[0, 0, 0] = -0.0
+    for held in (0.0, torch.nan, torch.inf):  # whatever an empty side holds
+        empty, nothing = torch.full_like(out, held), torch.full_like(lse, -torch.inf)
+        both_out, both_lse = package.merge_state(empty, nothing, empty, nothing)
+        assert (both_out == 0).all()
+        assert (both_lse == -torch.inf).all()
+        for merged in (package.merge_state(out, lse, empty, nothing), package.merge_state(empty, nothing, out, lse)):
+            assert torch.equal(merged[0].view(torch.uint8), out.view(torch.uint8))
+            assert torch.equal(merged[1], lse)
+        some, some_lse = out.clone(), lse.clone()
+        some[:, 1], some_lse[:, 1] = held, -torch.inf  # an empty head beside full ones
+        mixed_out, mixed_lse = package.merge_state(some, some_lse, empty, nothing)
+        some[:, 1] = 0
+        assert torch.equal(mixed_out, some)
+        assert torch.equal(mixed_lse, some_lse)
 
 
 @both_packages
