@@ -192,6 +192,12 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
         if not 0 <= length <= table.shape[1]:
             raise BadPageTable(f"request {request} has {length} keys, its row holds {table.shape[1]}")
         _check_pages(request, table[row, :length], config.page_size)
+    shared = table[batch.req_pool_indices.long(), : batch.shared_prefix_len]
+    if bool((shared != shared[:1]).any()):
+        raise BadPageTable(
+            f"shared_prefix_len is {batch.shared_prefix_len}, but the rows of the batch differ in these first columns; "
+            "requests share a prefix only if they keep it in the same slots"
+        )
     if batch.spec_info is None:
         _check_new_tokens(batch, config)
 
