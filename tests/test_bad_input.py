@@ -100,7 +100,9 @@ BAD_BATCHES: dict[str, Bad] = {
         for name in (*INDEX, "seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
     },
     "out_cache_loc-one-slot-less": Bad(
-        change=field("out_cache_loc", without_last), error=BadBatch, says="out_cache_loc has 9 slots for 10 new tokens"
+        change=field("out_cache_loc", without_last),
+        error=BadBatch,
+        says="out_cache_loc has 9 slots, this batch needs 10",
     ),
     "out_cache_loc-two-dims": Bad(
         change=field("out_cache_loc", lambda x: x[None]), error=BadBatch, says=r"out_cache_loc is .* \(1, 10\)"
@@ -295,27 +297,99 @@ def test_the_kernel_refuses_page_ids_out_of_range(page, package, monkeypatch):
 
 # ---- modes ------------------------------------------------------------------------------------------------------
 
-UNPLANNED = {
-    "TARGET_VERIFY": (ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=2)),
-    "DRAFT_EXTEND": (ForwardMode.DRAFT_EXTEND, None),
-    "DECODE": (DECODE, DraftInput(topk=1, num_steps=2)),
+MISMATCHED: dict[str, tuple[ForwardMode, Any, str]] = {
+    "verify-without-drafts": (ForwardMode.TARGET_VERIFY, None, "TARGET_VERIFY needs spec_info=VerifyInput.*None"),
+    "verify-of-a-draft-s-steps": (
+        ForwardMode.TARGET_VERIFY,
+        DraftInput(topk=2, num_steps=2),
+        r"TARGET_VERIFY needs spec_info=VerifyInput.*DraftInput\(topk=2",
+    ),
+    "decode-of-a-tree": (DECODE, VerifyInput(draft_token_num=2), "DECODE with spec_info=VerifyInput"),
+    "decode-with-slots-for-other-drafts": (
+        DECODE,
+        DraftInput(topk=1, num_steps=2),
+        "out_cache_loc has 10 slots, this batch needs 6.*a request, branch and step",
+    ),
 }
 
 
 @every_route
-@pytest.mark.parametrize("name", UNPLANNED)
-def test_modes_without_a_plan_are_refused_by_name(name, route):
-    mode, spec_info = UNPLANNED[name]
+@pytest.mark.parametrize("name", MISMATCHED)
+def test_a_spec_info_of_another_mode_is_refused(name, route):
+    mode, spec_info, says = MISMATCHED[name]
     case = good()
     package, provider = ROUTES[route]
     backend = package.FlashAttentionBackend(case.config, provider=provider)
-    with pytest.raises(UnsupportedByProvider, match=f"{name}.*not planned"):
+    with pytest.raises(BadBatch, match=says):
         backend.init_forward_metadata(replace(case.batch, forward_mode=mode, spec_info=spec_info))
     with pytest.raises(BadBatch, match="no batch is planned"):
         backend.forward(case.q, case.k, case.v, case.layer, case.batch)
     backend.init_forward_metadata(case.batch)
     out = backend.forward(case.q, case.k, case.v, case.layer, case.batch, sinks=case.sinks)
     assert case.judge(out).ok
+
+
+DRAFTS: dict[str, tuple[dict[str, Any], Callable[[Case], Case], str]] = {
+    "mask-missing": (
+        dict(trees=[[-1, 0, 0]] * 3),
+        lambda case: with_spec(case, custom_mask=None),
+        "topk=2 without a custom_mask",
+    ),
+    "mask-one-entry-less": (
+        dict(trees=[[-1, 0, 0]] * 3),
+        lambda case: with_spec(case, custom_mask=case.batch.spec_info.custom_mask[:-1]),
+        r"custom_mask .*\(53,\).*54 entries",
+    ),
+    "mask-in-rows": (
+        dict(trees=[[-1, 0, 0]] * 3),
+        lambda case: with_spec(case, custom_mask=case.batch.spec_info.custom_mask[None]),
+        r"custom_mask .*\(1, 54\).*54 entries",
+    ),
+    "mask-of-numbers": (
+        dict(trees=[[-1, 0, 0]] * 3),
+        lambda case: with_spec(case, custom_mask=case.batch.spec_info.custom_mask.float()),
+        "custom_mask is torch.float32.*bool",
+    ),
+    "mask-on-another-device": (
+        dict(trees=[[-1, 0, 0]] * 3),
+        lambda case: with_spec(case, custom_mask=to_meta(case.batch.spec_info.custom_mask)),
+        "custom_mask is on meta",
+    ),
+    "no-drafts": (dict(draft_token_num=2), lambda case: with_spec(case, draft_token_num=0), "draft_token_num=0"),
+    "no-branches": (dict(topk=2, num_steps=2), lambda case: with_spec(case, topk=0), "topk=0, num_steps=2"),
+    "no-steps": (dict(topk=2, num_steps=2), lambda case: with_spec(case, num_steps=0), "topk=2, num_steps=0"),
+    "step-past-the-last": (
+        dict(topk=2, num_steps=2),
+        lambda case: replace(case, step=2),
+        "step 2 of a draft of 2 steps",
+    ),
+    "step-past-the-last-of-a-chain": (
+        dict(topk=1, num_steps=2),
+        lambda case: replace(case, step=2),
+        "step 2 of a draft of 2 steps",
+    ),
+    "step-before-the-first": (
+        dict(topk=2, num_steps=2),
+        lambda case: replace(case, step=-1),
+        "step -1 of a draft of 2 steps",
+    ),
+}
+
+
+def with_spec(case: Case, **changes: Any) -> Case:
+    return with_batch(case, spec_info=replace(case.batch.spec_info, **changes))
+
+
+@every_route
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_that_contradict_themselves_are_refused(name, route):
+    arguments, change, says = DRAFTS[name]
+    case = make_case(DECODE if "topk" in arguments else ForwardMode.TARGET_VERIFY, **arguments)
+    before = cache_bytes(case)
+    with pytest.raises(BadBatch, match=says):
+        change(case).run(*ROUTES[route])
+    assert all(torch.equal(a, b) for a, b in zip(before, cache_bytes(case), strict=True)), "written before refused"
+    assert case.judge(case.run(*ROUTES[route])).ok
 
 
 @every_route
@@ -418,10 +492,8 @@ def test_a_layer_with_both_a_window_and_chunks_is_refused():
     ("arguments", "error"),
     [
         (dict(provider="abacus"), BadConfig),
-        (dict(topk=4), UnsupportedByProvider),
-        (dict(speculative_num_steps=2), UnsupportedByProvider),
     ],
-    ids=["provider", "topk", "steps"],
+    ids=["provider"],
 )
 def test_backend_arguments_without_a_meaning_here_are_refused(arguments, error, package):
     with pytest.raises(error, match=f"{next(iter(arguments.values()))}"):

@@ -19,7 +19,7 @@ import torch
 import fa_fast
 import fa_ref
 from fa_fast.kernels.select import provider_for
-from fa_ref import DraftInput, ForwardMode, LayerKind, UnsupportedByProvider, VerifyInput
+from fa_ref import LayerKind, UnsupportedByProvider
 from fa_ref.cases import make_case
 from tests.support import PACKAGES
 
@@ -142,27 +142,6 @@ def test_what_works_is_explained_in_a_notebook(row):
 # ---- what is called missing is missing -------------------------------------------------------------------
 
 
-def speculation(package: Any) -> list[Callable[[], Any]]:
-    case = make_case(ForwardMode.DECODE)
-
-    def plan(mode: ForwardMode, spec_info: Any) -> Callable[[], Any]:
-        return lambda: package.plan_batch(replace(case.batch, forward_mode=mode, spec_info=spec_info), case.config)
-
-    def backend(**arguments: int) -> Callable[[], Any]:
-        return lambda: package.FlashAttentionBackend(case.config, **arguments)
-
-    return [
-        plan(ForwardMode.DECODE, DraftInput(topk=1, num_steps=2)),
-        plan(ForwardMode.DECODE, DraftInput(topk=4, num_steps=2)),
-        plan(ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=2)),
-        plan(ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=2, topk=2)),
-        plan(ForwardMode.DRAFT_EXTEND, None),
-        backend(topk=4),
-        backend(speculative_num_steps=3),
-        backend(speculative_step_id=1),
-    ]
-
-
 def graphs(package: Any) -> list[Callable[[], Any]]:
     return [lambda: package.FlashAttentionBackend(make_case().config).init_cuda_graph_state(8)]
 
@@ -184,7 +163,6 @@ def intel_gpus(package: Any) -> list[Callable[[], Any]]:
 
 
 MISSING = {
-    "speculation": speculation,
     "graphs": graphs,
     "MLA": mla,
     "cross attention": cross_attention,

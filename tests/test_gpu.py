@@ -73,7 +73,14 @@ FEATURES = [
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 def test_every_feature_in_every_mode_and_kind(features, page_size):
     for mode, kind in itertools.product(
-        [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DECODE], KINDS
+        [
+            ForwardMode.EXTEND,
+            ForwardMode.MIXED,
+            ForwardMode.SPLIT_PREFILL,
+            ForwardMode.DRAFT_EXTEND,
+            ForwardMode.DECODE,
+        ],
+        KINDS,
     ):
         settings = dict(heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, window=100) | features
         case = make_case(

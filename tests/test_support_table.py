@@ -37,9 +37,39 @@ def test_every_forward_mode_has_a_row():
 
 def test_planned_modes_and_kinds_ran_on_both_devices_and_the_rest_is_not_yet():
     cell = support_table.mode_cell
-    assert cell(ForwardMode.MIXED, None, LayerKind.LOCAL) == "H200 + CPU"
-    assert cell(ForwardMode.DRAFT_EXTEND, None, LayerKind.FULL) == "not yet"
-    assert cell(ForwardMode.DECODE, None, LayerKind.CROSS) == "not yet"
+    assert cell(ForwardMode.MIXED, {}, LayerKind.LOCAL) == "H200 + CPU"
+    assert cell(ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), LayerKind.FULL) == "H200 + CPU"
+    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "not yet"
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "left"),
+    [
+        (ForwardMode.MIXED, {}, dict(modes=set())),
+        (ForwardMode.DECODE, dict(topk=4, step=2), dict(topks={1, 2})),
+        (ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), dict(drafts=set())),
+        (ForwardMode.TARGET_VERIFY, dict(trees=[[-1, 0]] * 3), dict(drafts={("draft_token_num", "drafts")})),
+        (
+            ForwardMode.TARGET_VERIFY,
+            dict(trees=[[-1, 0]] * 3, tree_attention="expand"),
+            dict(drafts={("trees", "trees"), ("tree_attention", "'fused'")}),
+        ),
+    ],
+    ids=["mixed", "draft", "chain", "tree", "expand"],
+)
+def test_a_mode_that_no_gpu_test_runs_is_contract_only(mode, arguments, left, monkeypatch):
+    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "H200 + CPU"
+    fewer = replace(support_table.gpu_tests(), **left)
+    monkeypatch.setattr(support_table, "gpu_tests", lambda: fewer)
+    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "contract + CPU"
+
+
+def test_draft_rows_run_the_passes_of_drafts():
+    arguments = {name: arguments for name, _, arguments in support_table.MODES}
+    case = support_table.make_case(ForwardMode.TARGET_VERIFY, **arguments["`TARGET_VERIFY`, tree"])
+    assert case.batch.spec_info.custom_mask is not None
+    case = support_table.make_case(ForwardMode.DECODE, **arguments["`DECODE` of drafts, topk > 1"])
+    assert case.batch.spec_info.topk > 1
 
 
 def test_what_a_capability_refuses_is_refused():

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import fa_fast  # noqa: E402
 from fa_fast.kernels.select import PROVIDERS  # noqa: E402
-from fa_ref.api import DraftInput, ForwardMode, LayerKind, UnsupportedByProvider, VerifyInput, layer_kind  # noqa: E402
-from fa_ref.api.support import layer_kinds, refuse_unplanned, refuse_unplanned_config  # noqa: E402
+from fa_ref.api import ForwardMode, LayerKind, UnsupportedByProvider, layer_kind  # noqa: E402
+from fa_ref.api.support import layer_kinds, refuse_unplanned_config  # noqa: E402
 from fa_ref.cases import Case, make_case  # noqa: E402
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
@@ -37,18 +37,23 @@ FP8 = torch.float8_e4m3fn
 
 NOT_YET, REFUSED, CONTRACT, CPU, H200 = "not yet", "refused", "contract", "CPU", "H200"
 
-# Every forward mode; a mode with drafts has a row for each kind of spec_info.
-MODES: list[tuple[str, ForwardMode, Any]] = [
-    ("`EXTEND`", ForwardMode.EXTEND, None),
-    ("`SPLIT_PREFILL`", ForwardMode.SPLIT_PREFILL, None),
-    ("`MIXED`", ForwardMode.MIXED, None),
-    ("`DECODE`", ForwardMode.DECODE, None),
-    ("`IDLE`", ForwardMode.IDLE, None),
-    ("`DECODE` of drafts, topk 1", ForwardMode.DECODE, DraftInput(topk=1, num_steps=3)),
-    ("`DECODE` of drafts, topk > 1", ForwardMode.DECODE, DraftInput(topk=4, num_steps=3)),
-    ("`TARGET_VERIFY`, chain", ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=4)),
-    ("`TARGET_VERIFY`, tree", ForwardMode.TARGET_VERIFY, VerifyInput(draft_token_num=4, topk=2)),
-    ("`DRAFT_EXTEND`", ForwardMode.DRAFT_EXTEND, None),
+# Every forward mode, with the arguments of make_case that set it up; a mode with drafts has a row for each form of them.
+MODES: list[tuple[str, ForwardMode, dict[str, Any]]] = [
+    ("`EXTEND`", ForwardMode.EXTEND, {}),
+    ("`SPLIT_PREFILL`", ForwardMode.SPLIT_PREFILL, {}),
+    ("`MIXED`", ForwardMode.MIXED, {}),
+    ("`DECODE`", ForwardMode.DECODE, {}),
+    ("`IDLE`", ForwardMode.IDLE, {}),
+    ("`DECODE` of drafts, topk 1", ForwardMode.DECODE, dict(topk=1, step=2)),
+    ("`DECODE` of drafts, topk > 1", ForwardMode.DECODE, dict(topk=4, step=2)),
+    ("`TARGET_VERIFY`, chain", ForwardMode.TARGET_VERIFY, dict(draft_token_num=4)),
+    ("`TARGET_VERIFY`, tree", ForwardMode.TARGET_VERIFY, dict(trees=[[-1, 0, 0, 1]] * 3)),
+    (
+        "`TARGET_VERIFY`, tree as a page table",
+        ForwardMode.TARGET_VERIFY,
+        dict(trees=[[-1, 0, 0, 1]] * 3, tree_attention="expand"),
+    ),
+    ("`DRAFT_EXTEND`", ForwardMode.DRAFT_EXTEND, {}),
 ]
 
 
@@ -101,6 +106,12 @@ def _features() -> list[Feature]:
         _feature("window layers in a pool of their own", ("hybrid", "True"), hybrid=True),
         _feature("no host copies of the lengths", ("host_lengths", "False"), host_lengths=False),
         _feature("deterministic mode", ("deterministic", "True"), deterministic=True),
+        _feature(
+            "a shared prefix read once (`cascade_prefix`)",
+            ("shared_prefix", "2048"),
+            prefix_lens=(9, 8, 12),
+            shared_prefix=8,
+        ),
     ]
 
 
@@ -112,8 +123,10 @@ class GpuTests:
     page_sizes: list[int]
     head_dims: list[tuple[int, int]]
     kinds: set[str]
-    modes: set[str]
-    arguments: set[tuple[str, str]]
+    modes: set[str]  # without drafts
+    topks: set[int]  # of draft decoding
+    drafts: set[tuple[str, str]]  # arguments of cases with drafts
+    arguments: set[tuple[str, str]]  # of all cases
 
 
 @cache
@@ -124,15 +137,25 @@ def gpu_tests() -> GpuTests:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_every")]
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tests = [node for name, node in functions.items() if name.startswith("test_every")]
+    drafting = functions["speculative_cases"]
+    assert any("speculative_cases(" in ast.unparse(test) for test in tests)
+    (steps,) = (node.iter for node in ast.walk(drafting) if isinstance(node, ast.For))
     return GpuTests(
         page_sizes=ast.literal_eval(constants["PAGE_SIZES"]),
         head_dims=ast.literal_eval(constants["HEAD_DIMS"]),
         kinds=_members(constants["KINDS"], "LayerKind"),
         modes=set().union(*(_members(test, "ForwardMode") for test in tests)),
-        arguments={(k.arg, ast.unparse(k.value)) for call in calls for k in call.keywords if k.arg is not None},
+        topks={topk for topk, _ in ast.literal_eval(steps)},
+        drafts=_keywords(drafting),
+        arguments=_keywords(tree),
     )
+
+
+def _keywords(node: ast.AST) -> set[tuple[str, str]]:
+    calls = [child for child in ast.walk(node) if isinstance(child, ast.Call)]
+    return {(k.arg, ast.unparse(k.value)) for call in calls for k in call.keywords if k.arg is not None}
 
 
 def _members(node: ast.AST, enum: str) -> set[str]:
@@ -177,24 +200,27 @@ def _require(capability: Any, case: Case) -> None:
     )
 
 
-def mode_cell(mode: ForwardMode, spec_info: Any, kind: LayerKind) -> str:
+def mode_cell(mode: ForwardMode, arguments: dict[str, Any], kind: LayerKind) -> str:
     """All that a mode and a layer kind were run on, or that there is no plan for them."""
-    case = make_case(mode, kind=kind, head_dim=64, dtype=torch.bfloat16)
+    case = make_case(mode, kind=kind, head_dim=64, dtype=torch.bfloat16, **arguments)
     if mode.is_idle():
         case = _without_tokens(case)
-    if not _planned(replace(case.batch, spec_info=spec_info), case.config, kind):
+    if kind not in layer_kinds(case.config)[0]:
         return NOT_YET
-    on_gpu = mode.name in gpu_tests().modes and kind.name in gpu_tests().kinds
+    on_gpu = _mode_ran_on_gpu(mode, arguments) and kind.name in gpu_tests().kinds
     states = [state(device, case, on_gpu) for device in DEVICES]
     return " + ".join(s for s in states if s not in (NOT_YET, REFUSED))
 
 
-def _planned(batch: Any, config: Any, kind: LayerKind) -> bool:
-    try:
-        refuse_unplanned(batch)
-    except UnsupportedByProvider:
-        return False
-    return kind in layer_kinds(config)[0]
+def _mode_ran_on_gpu(mode: ForwardMode, arguments: dict[str, Any]) -> bool:
+    tests = gpu_tests()
+    if "topk" in arguments:
+        return arguments["topk"] in tests.topks
+    if "tree_attention" in arguments:
+        return ("tree_attention", repr(arguments["tree_attention"])) in tests.drafts
+    if arguments:
+        return set(arguments) <= {name for name, _ in tests.drafts}
+    return mode.name in tests.modes
 
 
 def _without_tokens(case: Case) -> Case:

@@ -70,12 +70,47 @@ def check_batch(batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch or BadPageTable if the batch contradicts itself or its pools."""
     if batch.forward_mode.is_idle():
         return
+    _check_drafts(batch)
     _check_shapes(batch, config)
     _check_host_lengths(batch, config)
+    if batch.forward_mode.is_target_verify():
+        _check_custom_mask(batch, config)
     if torch.device(config.device).type == "cpu" or device_checks_enabled():
         _check_ranges(batch, config)
     if device_checks_enabled():
         _check_device_values(batch, config)
+
+
+def check_step(batch: ForwardBatch, step: int) -> None:
+    """Raise BadBatch for a step that the batch's draft does not have."""
+    steps = draft_steps(batch)
+    if steps and not 0 <= step < steps:
+        raise BadBatch(f"step {step} of a draft of {steps} steps, which are counted from 0; raise num_steps")
+
+
+def _check_drafts(batch: ForwardBatch) -> None:
+    mode, info = batch.forward_mode, batch.spec_info
+    if mode.is_decode() and isinstance(info, DraftInput) and min(info.topk, info.num_steps) < 1:
+        raise BadBatch(f"spec_info has topk={info.topk}, num_steps={info.num_steps}; both must be at least 1")
+    if mode.is_target_verify() and _verify(batch).draft_token_num < 1:
+        raise BadBatch(f"spec_info has draft_token_num={_verify(batch).draft_token_num}; it must be at least 1")
+
+
+def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
+    mask, drafts, topk = _verify(batch).custom_mask, _verify(batch).draft_token_num, _verify(batch).topk
+    if mask is None:
+        if topk > 1:
+            raise BadBatch(f"spec_info has topk={topk} without a custom_mask; a tree needs one, a chain has topk=1")
+        return
+    if mask.device.type != torch.device(config.device).type:
+        raise BadBatch(f"custom_mask is on {mask.device}, the backend on {config.device}; move the batch there")
+    host = batch.seq_lens_cpu
+    entries = mask.numel() if host is None else sum((int(n) + drafts) * drafts for n in host)
+    if mask.dtype != torch.bool or mask.shape != (entries,):
+        raise BadBatch(
+            f"custom_mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool and flat, {entries} entries: for "
+            f"each request {drafts} rows of seq_lens + {drafts} columns"
+        )
 
 
 def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:

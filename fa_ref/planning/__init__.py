@@ -6,7 +6,7 @@ from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import shared_prefix
-from fa_ref.api.checks import check_batch, new_tokens, values_to_compare
+from fa_ref.api.checks import check_batch, check_step, new_tokens, values_to_compare
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.cascade import cascade
 from fa_ref.planning.decode import plan_decode
@@ -36,6 +36,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     batch = ForwardBatch.of(batch)
     refuse_unplanned(batch)
     check_batch(batch, config)
+    check_step(batch, step)
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
     passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
@@ -60,6 +61,7 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
     batch = ForwardBatch.of(batch)
     refuse_unplanned(batch)
     check_batch(batch, config)
+    check_step(batch, steps - 1)
     kinds, refused = layer_kinds(config)
     by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in kinds}
     return [
