@@ -31,6 +31,7 @@ from fa_ref import (
     SWAKVPool,
     UnsupportedByProvider,
 )
+from fa_ref.api import checks
 from fa_ref.cases import Case, make_case
 from tests.support import ROUTES, both_packages, cache_bytes, every_route, with_batch, with_layer
 
@@ -377,7 +378,7 @@ CONTRADICTIONS = {
         DECODE,
         lambda b: {n: getattr(b, n)[[0, 0, 2]] for n in ("req_pool_indices", "seq_lens", "out_cache_loc")},
         BadPageTable,
-        "are written, and belong to two requests",
+        "are written by two requests",
     ),
 }
 
@@ -396,9 +397,24 @@ def test_with_checks_on_a_batch_that_contradicts_itself_is_refused(name, route, 
 
 
 @every_route
-def test_with_checks_on_a_shared_prefix_is_fine_as_long_as_nobody_writes_to_it(route, monkeypatch):
+def test_with_checks_on_a_slot_holds_one_position_also_in_a_shared_prefix(route, monkeypatch):
     monkeypatch.setenv("FA_CHECK", "1")
     case = make_case(prefix_lens=(4, 4), new_lens=(2, 3), page_size=4)
+    table, rows = case.config.req_to_token_pool.req_to_token, case.batch.req_pool_indices
+    table[rows[1], :4] = table[rows[0], :4]
+    backend = backend_of(case, route)
+    backend.init_forward_metadata(case.batch)
+    assert case.judge(forward(backend, case)).ok
+    table[rows[1], 3] = table[rows[0], 5]
+    table[rows[1], :3] = table[rows[0], 2:5]
+    with pytest.raises(BadPageTable, match="is written in this step, for position 4"):
+        checks.check_batch(case.batch, replace(case.config, page_size=1))
+
+
+@every_route
+def test_with_checks_on_a_prefix_may_be_read_in_the_step_that_writes_it(route, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    case = make_case(prefix_lens=(0, 4), new_lens=(6, 3), page_size=4)
     table, rows = case.config.req_to_token_pool.req_to_token, case.batch.req_pool_indices
     table[rows[1], :4] = table[rows[0], :4]
     backend = backend_of(case, route)

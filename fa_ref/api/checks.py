@@ -269,10 +269,24 @@ def _check_written(loc: Tensor, rows: list[Tensor], new: list[int]) -> None:
                 f"request {request}: out_cache_loc has slots {mine} for its new tokens, its row of req_to_token "
                 f"{row[len(row) - count :].tolist()} at the same positions; write both from one allocation"
             )
-    owners = torch.bincount(torch.cat([*rows, loc.new_zeros(1)]).long())
-    shared = loc[(owners[loc] > 1) & (loc > 0)]  # slot 0 is padding, which any number of rows may write
-    if shared.numel():
-        raise BadPageTable(f"slots {shared.unique().tolist()} are written, and belong to two requests of the batch")
+    slots, writers = loc[loc > 0].unique(return_counts=True)  # slot 0 is padding, which any number of rows may write
+    if (writers > 1).any():
+        raise BadPageTable(f"slots {slots[writers > 1].tolist()} are written by two requests of the batch")
+    # A prefix that another request of this batch writes may be read in the same step, at the same positions.
+    top = max((int(s.max()) for s in (loc, *rows) if len(s)), default=0)
+    written = torch.full((top + 1,), -1, device=loc.device)
+    for row, count in zip(rows, new, strict=True):
+        position = torch.arange(len(row), device=loc.device)
+        written[row[len(row) - count :].long()] = position[len(row) - count :]
+    for request, row in enumerate(rows):
+        at, position = written[row.long()], torch.arange(len(row), device=loc.device)
+        wrong = torch.nonzero((at >= 0) & (at != position) & (row > 0))
+        if wrong.numel():
+            first = int(wrong[0])
+            raise BadPageTable(
+                f"request {request}: slot {int(row[first])} of its position {first} is written in this step, for "
+                f"position {int(at[first])}; a slot holds one token"
+            )
 
 
 def _check_window_slots(batch: ForwardBatch, config: BackendConfig, request: int, row: Tensor, query: int) -> None:
