@@ -13,8 +13,8 @@ def cascade(whole: AttentionPass, tokens: int, queries: int) -> tuple[AttentionP
     """One pass over the first `tokens` keys for the queries of all requests, and a pass over each request's rest.
 
     The shared keys are all in the past, so the first pass is not causal and treats all queries as one sequence; the
-    second is what the whole pass was, with its tables and lengths cut at the front. tokens: a multiple of the page size;
-    queries: of the whole batch.
+    second is what the whole pass was, with its tables and lengths cut at the front. tokens: a multiple of the page
+    size; queries: of the whole batch.
     """
     pages = tokens // whole.page_size
     first = whole.cu_seqlens_q[:1]  # 0
