@@ -801,6 +801,52 @@ def test_a_bad_speculative_batch_is_refused_and_the_backend_goes_on(name, route)
     assert case.judge(backend.forward(case.q, case.k, case.v, case.layer, case.batch)).ok
 
 
+@every_shape
+@POOLS
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("host_lengths", [True, False])
+def test_the_device_checks_pass_what_is_right(host_lengths, page_size, hybrid, shape, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    assert_agrees(problem(shape, page_size, hybrid=hybrid, host_lengths=host_lengths))
+
+
+@both_packages
+@pytest.mark.parametrize("shape", ["verify-tree", "verify-chain", "draft-topk-1-step-0"])
+def test_the_device_checks_see_drafts_past_the_row(shape, package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    case = problem(shape, host_lengths=False)
+    width, drafts = case.config.req_to_token_pool.req_to_token.shape[1], 3 if "draft" in shape else 7
+    lens = case.batch.seq_lens.clone()
+    lens[3] = width - drafts + 1
+    wrong = with_batch(case, seq_lens=lens)
+    if shape == "verify-tree":
+        mask = torch.ones(int(((lens + 7) * 7).sum()), dtype=torch.bool)
+        wrong = with_batch(wrong, spec_info=replace(case.batch.spec_info, custom_mask=mask))
+    with pytest.raises(BadPageTable, match=f"request 3 has {width + 1} keys, its row holds {width}"):
+        package.plan_batch(wrong.batch, case.config)
+
+
+@both_packages
+@pytest.mark.parametrize("shape", ["verify-tree", "verify-chain", "draft-topk-1-step-0"])
+def test_the_device_checks_see_drafts_outside_the_pool(shape, package, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    case = problem(shape)
+    row, length = int(case.batch.req_pool_indices[1]), int(case.batch.seq_lens[1])
+    case.config.req_to_token_pool.req_to_token[row, length + 1] = 100_000
+    with pytest.raises(BadPageTable, match=r"request 1: slots span .*100000, the pool holds"):
+        package.plan_batch(case.batch, case.config)
+
+
+@both_packages
+def test_the_device_checks_see_a_mask_of_other_lengths(package, monkeypatch):
+    case = problem("verify-tree", host_lengths=False)
+    mask = case.batch.spec_info.custom_mask
+    wrong = with_batch(case, spec_info=replace(case.batch.spec_info, custom_mask=torch.cat([mask, mask[:7]])))
+    monkeypatch.setenv("FA_CHECK", "1")
+    with pytest.raises(BadBatch, match=f"{mask.numel()} entries"):
+        package.plan_batch(wrong.batch, case.config)
+
+
 @planned_routes
 @pytest.mark.parametrize("shape", ["verify-tree", "draft-topk-2-step-1"])
 def test_a_tree_cut_to_another_window_than_the_layer_s_is_refused(shape, route):

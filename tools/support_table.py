@@ -37,7 +37,7 @@ FP8 = torch.float8_e4m3fn
 
 NOT_YET, REFUSED, CONTRACT, CPU, H200 = "not yet", "refused", "contract", "CPU", "H200"
 
-# Every forward mode, with the arguments of make_case that set it up; a mode with drafts has a row for each form of them.
+# Every forward mode, with the arguments of make_case that set it up; one with drafts has a row for each form of them.
 MODES: list[tuple[str, ForwardMode, dict[str, Any]]] = [
     ("`EXTEND`", ForwardMode.EXTEND, {}),
     ("`SPLIT_PREFILL`", ForwardMode.SPLIT_PREFILL, {}),

@@ -104,12 +104,12 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
         return
     if mask.device.type != torch.device(config.device).type:
         raise BadBatch(f"custom_mask is on {mask.device}, the backend on {config.device}; move the batch there")
-    host = batch.seq_lens_cpu
-    entries = mask.numel() if host is None else sum((int(n) + drafts) * drafts for n in host)
+    lens = batch.seq_lens if device_checks_enabled() else batch.seq_lens_cpu
+    entries = mask.numel() if lens is None else sum((n + drafts) * drafts for n in lens.tolist())
     if mask.dtype != torch.bool or mask.shape != (entries,):
         raise BadBatch(
-            f"custom_mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool and flat, {entries} entries: for "
-            f"each request {drafts} rows of seq_lens + {drafts} columns"
+            f"custom_mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool and flat, {entries} entries: "
+            f"for each request {drafts} rows of seq_lens + {drafts} columns"
         )
 
 
@@ -223,10 +223,14 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
     for name, device, host in copies:
         if device is not None and host is not None and device.tolist() != [int(n) for n in host]:
             raise BadBatch(f"{name} {device.tolist()} and {name}_cpu {[int(n) for n in host]} differ")
+    slots, drafts = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool), columns_of_drafts(batch)
+    is_tree = getattr(batch.spec_info, "custom_mask", None) is not None  # its drafts are read slot by slot
     for request, (row, length) in enumerate(zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)):
-        if not 0 <= length <= table.shape[1]:
-            raise BadPageTable(f"request {request} has {length} keys, its row holds {table.shape[1]}")
-        _check_pages(request, table[row, :length], config.page_size)
+        if not 0 <= length <= table.shape[1] - drafts:
+            raise BadPageTable(f"request {request} has {length + drafts} keys, its row holds {table.shape[1]}")
+        used = table[row, : length + drafts]
+        _check_slots(f"request {request}", used, slots)
+        _check_pages(request, used[:length] if is_tree else used, config.page_size)
     shared = table[batch.req_pool_indices.long(), : batch.shared_prefix_len]
     if bool((shared != shared[:1]).any()):
         raise BadPageTable(

@@ -137,7 +137,7 @@ def many(mode: str, requests: int, page_size: int, **more: Any) -> Case:
 
 
 @every_route
-@every_page_size
+@pytest.mark.parametrize("page_size", [1, 3, 64])
 @SHRINKING
 @KINDS
 @pytest.mark.parametrize("left", [3, 5])
@@ -287,7 +287,7 @@ def test_the_expand_table_holds_slots_and_is_read_as_slots(page_size, package):
 
 @planned_routes
 @KINDS
-@every_page_size
+@pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize("mode", ["verify-tree", "draft-topk-3"])
 @pytest.mark.parametrize("way", ["fused", "expand"])
 @pytest.mark.parametrize("sink", [4.0, 6.0])
