@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch
+from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch, UnsupportedByProvider
 from fa_ref.backend import FlashAttentionBackend
 from fa_ref.planning import plan_steps
 
@@ -50,6 +50,15 @@ class FlashAttentionMultiStepBackend:
         plans = plan_steps(batch, self.config, self.speculative_num_steps)
         for backend, plan in zip(self.attn_backends, plans, strict=True):
             backend.use_plan(plan)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> None:
+        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+
+    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
+
+    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+        self.init_cuda_graph_state(0)
 
 
 __all__ = ["FlashAttentionMultiStepBackend"]
