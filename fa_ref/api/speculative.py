@@ -70,8 +70,8 @@ class DraftBeams:
     scores: Float[Tensor, "requests topk"]  # fp32 sum of logprobs from the root to the beam's end
     origin: Int[Tensor, "requests topk"]  # which beam of the step before this one continues; 0 in the first step
     candidate: Int[Tensor, "requests topk"]  # the number of the beam's last token among the candidates
-    candidate_tokens: Int[Tensor, "requests candidates"]
-    candidate_scores: Float[Tensor, "requests candidates"]
+    candidate_tokens: Int[Tensor, "requests candidates"]  # the token of every candidate
+    candidate_scores: Float[Tensor, "requests candidates"]  # fp32 sum of logprobs from the root to the candidate
     candidate_parents: Int[Tensor, "requests candidates"]  # a candidate, or -1: the root
     steps: int  # depth of the beams: 1 after `start`
 
