@@ -65,6 +65,7 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward_mode", ForwardMode.of(self.forward_mode))
+        object.__setattr__(self, "shared_prefix_len", self.shared_prefix_len or 0)
         if isinstance(self.seq_lens_cpu, list | tuple):
             object.__setattr__(self, "seq_lens_cpu", torch.tensor(self.seq_lens_cpu, dtype=torch.int64))
 
