@@ -87,6 +87,8 @@ def why(row: dict[str, Any]) -> str:
         noise = f"within the spread of {100 * row['spread']:.0f} %, so this run does not tell which is faster"
         same = "; both sides run the same kernel" if row["row"].startswith("prefill") else ""
         return noise + same
+    if row["peer"] == "the prefix pass alone":
+        return "the peer leaves the drafts out; the difference is what the suffix and the merge cost"
     return next((reason for start, reason in REASONS.items() if row["row"].startswith(start)), "slower than the peer")
 
 
