@@ -94,6 +94,10 @@ class FlashAttentionBackend:
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
 
+    def drop_plan(self) -> None:
+        """Forget the current plan: a refused batch leaves none behind."""
+        self._plan = None
+
     def use_plan(self, plan: AttentionPlan) -> None:
         """Take a plan made elsewhere: the steps of a draft are planned together."""
         if self.config.tree_attention == "expand":
@@ -138,6 +142,8 @@ class FlashAttentionBackend:
         layer, geometry = self._layer(server_layer, pool, sinks)
         check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         passes = plan.for_kind(geometry.kind)
+        for step in passes:
+            check_cut(step, layer)
         if k is not None and v is not None:
             k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
             v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
@@ -227,8 +233,6 @@ class FlashAttentionBackend:
             return out
         if len(passes) == 1:
             return self._call(passes[0], q, k, v, layer, geometry, pool, sinks, False)
-        for step in passes:
-            check_cut(step, layer)
         tree = passes[-1] if isinstance(passes[-1], TreePass) else None
         parts = passes[:-1] if tree is not None else passes
         out, lse = self._call(parts[0], q, k, v, layer, geometry, pool, sinks, True)

@@ -36,6 +36,8 @@ class FlashAttentionMultiStepBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan every step of a DECODE batch with DraftInput; out_cache_loc is [request, branch, step]."""
+        for backend in self.attn_backends:
+            backend.drop_plan()
         batch = ForwardBatch.of(forward_batch)
         info = batch.spec_info
         if batch.forward_mode.is_idle():

@@ -81,6 +81,10 @@ class FlashAttentionBackend:
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
 
+    def drop_plan(self) -> None:
+        """Forget the current plan: a refused batch leaves none behind."""
+        self._plan = None
+
     def use_plan(self, plan: AttentionPlan) -> None:
         """Take a plan made elsewhere: the steps of a draft are planned together."""
         self._plan = plan
@@ -122,6 +126,8 @@ class FlashAttentionBackend:
         kind = layer_kind(layer, self.config.attention_chunk_size)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)
+        for step in passes:
+            check_cut(step, layer)
         if k is not None and v is not None and save_kv_cache:
             self._write_kv(k, v, server_layer, batch)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
@@ -138,7 +144,6 @@ class FlashAttentionBackend:
             return rearrange(oracle.out.to(q.dtype), "t h d -> t (h d)")
         state = empty_state(wide(queries), layer.v_head_dim)
         for step in passes:
-            check_cut(step, layer)
             if isinstance(step, TreePass) and self.config.tree_attention != "expand":
                 part = self._run_tree(step, queries, layer, batch, sinks)
             else:
@@ -221,6 +226,8 @@ class FlashAttentionBackend:
         self, step: TreePass, q: Tensor, layer: Any, batch: ForwardBatch, sinks: Tensor | None
     ) -> AttentionState:
         """A tree pass, dense: gather each request's drafts and apply the mask as it is."""
+        if step.mask.shape[0] == 0:
+            return empty_state(wide(q), layer.v_head_dim)
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys, values = pool.get_kv_buffer(layer.layer_id)
         k_scale, v_scale = (head_scale(getattr(layer, name, None), q.device) for name in ("k_scale", "v_scale"))

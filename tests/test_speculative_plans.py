@@ -860,3 +860,9 @@ def test_every_shape_is_planned_by_both_packages():
         case = problem(shape)
         for package in PACKAGES:
             assert package.plan_batch(case.batch, case.config, case.step).for_kind(FULL)
+
+
+@every_route
+def test_a_draft_of_no_request_gives_an_empty_output(route):
+    case = make_case(ForwardMode.DECODE, topk=2, num_steps=2, prefix_lens=[])
+    assert run(case, route).shape == (0, 2 * 16)
