@@ -19,6 +19,7 @@ from fa_ref import AttentionPass, FaError, ForwardMode, LayerKind
 from fa_ref.attention import attend, scores, softcap
 from fa_ref.cases import Case, make_case
 from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window
+from fa_ref.numerics import judge
 from tests.support import FP8, PACKAGES, agrees, meaning, planned_routes, run, with_layer
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -360,7 +361,7 @@ TREE_WAYS = pytest.mark.parametrize("way", ["fused", "expand"])
 
 def tree_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
     """A tree, a chain and a star to verify, each deeper or wider than the window."""
-    return problem(VERIFY, kind=kind, trees=FOREST, **(dict(window=2, heads=4, kv_heads=2) | arguments))
+    return problem(VERIFY, kind=kind, **(dict(trees=FOREST, window=2, heads=4, kv_heads=2) | arguments))
 
 
 def draft_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
@@ -569,3 +570,35 @@ def test_the_judge_refuses_nan_infinity_zeros_and_a_small_bias(dtype):
     assert not case.judge(spoiled).ok
     assert not case.judge(torch.zeros_like(out)).ok
     assert not case.judge(out + 0.05).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_merge_may_round_its_outputs_and_logarithms_once_more(dtype):
+    oracle = torch.tensor([[3.0, -4.0], [1.0, 0.0]], dtype=torch.float64)
+    lse = torch.tensor([-7.0, -torch.inf], dtype=torch.float64)
+    alone, merged = judge(oracle, oracle, oracle, dtype), judge(oracle, oracle, oracle, dtype, lse)
+    eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    assert math.isclose(merged.budget - alone.budget, (1 + 7) * eps * 4, rel_tol=1e-6)
+    assert dtype is not torch.bfloat16 or merged.budget < 1.0001 * alone.budget
+    empty = judge(oracle, oracle, oracle, dtype, torch.full_like(lse, -torch.inf))
+    assert empty.budget < merged.budget
+
+
+def test_only_what_is_merged_gets_the_allowance_of_a_merge():
+    assert all(case.merges for case in (tree_problem(), draft_problem(), problem(DECODE, shared_prefix=9)))
+    chain = problem(VERIFY, draft_token_num=3)
+    assert not any(case.merges for case in (problem(), problem(DECODE), chain, draft_problem(topk=1)))
+
+
+@planned_routes
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("make", ["tree", "draft", "cascade"])
+def test_merged_passes_in_fp32_stay_within_the_budget(make, seed, route):
+    """Few heads over long prefixes, with softcap and sinks: where plain runs round least and logarithms are large."""
+    given = dict(prefix_lens=(130, 299), heads=1, kv_heads=1, head_dim=8, softcap=30.0, sinks=True, seed=seed)
+    if make == "cascade":
+        case = problem(DECODE, shared_prefix=48, **given)
+    else:
+        changes = dict(trees=FOREST[:2]) if make == "tree" else {}
+        case = (tree_problem if make == "tree" else draft_problem)(**(given | changes))
+    assert case.judge(run(case, route)).ok

@@ -249,6 +249,14 @@ def test_a_nan_key_stays_nan_in_an_fp8_cache(device):
     assert torch.equal(v_cache[loc].float().isnan(), v.isnan())
 
 
+@pytest.mark.parametrize("slots", [2, 4])
+def test_store_kv_refuses_slots_for_another_number_of_tokens(slots):
+    k, cache = torch.ones(3, 1, 16), torch.zeros(8, 1, 16)
+    with pytest.raises(BadBatch, match=rf"\({slots},\) slots for 3 new tokens"):
+        store_kv(k, k, cache, cache, torch.arange(slots))
+    assert not cache.any()
+
+
 def test_a_nan_query_stays_nan_in_fp8_and_its_neighbours_keep_their_scale(device):
     cu = torch.tensor([0, 4, 7], dtype=torch.int32, device=device)
     q = values(device, (7, 4, 64), 11).bfloat16()
