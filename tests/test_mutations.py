@@ -555,6 +555,53 @@ def test_a_base_2_lse_of_a_prefix_is_noticed(mode, way, route, monkeypatch):
     assert notices(case, route)
 
 
+def spreading(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tree attention that weighs the hidden values by zero: 0 x NaN reaches every query of the request."""
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, mask: Tensor, **named: Any) -> Tensor:
+        leak = (v[slots.long()] * 0).sum(dim=(1, 2)).repeat_interleave(mask.shape[1], dim=0)
+        return right(q, k, v, slots, mask, **named) + leak[:, None]
+
+    return broken
+
+
+def dropping(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tree attention that takes a bad value for 0, also for those who see it."""
+    return lambda q, k, v, *rest, **named: right(q, k, v.nan_to_num(0.0), *rest, **named)
+
+
+def as_attention(change: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    """The same changes to the reference's attention of one request."""
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **named: Any) -> Any:
+        changed = change(lambda q, k, v, slots, mask: right(q, k, v, mask[0], **named).out)
+        out = changed(q, k, v, torch.arange(len(k))[None], mask[None])
+        return right(q, k, v, mask, **named)._replace(out=out)
+
+    return broken
+
+
+@planned_routes
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+@pytest.mark.parametrize("change", [spreading, dropping])
+def test_nan_that_reaches_a_hidden_branch_or_nobody_is_noticed(change, mode, route, monkeypatch):
+    case = (tree_problem if mode == "verify" else draft_problem)()
+    case.v.view(3, -1, case.v.shape[1])[:, 1] = math.nan  # draft 1 of each tree, branch 1
+
+    def lost() -> Tensor:
+        return run(case, route).isnan().any(dim=-1)
+
+    expected = run(case, "masks").isnan().any(dim=-1)
+    assert 0 < expected.sum() < len(expected)
+    assert torch.equal(lost(), expected)
+    if route == "passes":
+        monkeypatch.setattr(fa_ref.backend, "attention", as_attention(change, fa_ref.backend.attention))
+    else:
+        kernels = fa_fast.FlashAttentionBackend(case.config).kernels
+        monkeypatch.setattr(kernels, "tree_attention", change(kernels.tree_attention))
+    assert not torch.equal(lost(), expected)
+
+
 # ---- the judge itself -------------------------------------------------------------------------------------------
 
 
