@@ -361,6 +361,11 @@ def test_a_tree_pass_shows_the_slots_each_draft_sees():
     ]
 
 
+def test_a_tree_pass_pales_the_slots_that_a_draft_does_not_see():
+    faint = re.findall(r'<g opacity=".4">(.*?)</g>', show.plan(drafts())._repr_svg_())
+    assert [re.findall(r">(\d+)<", texts) for texts in faint] == [["21", "22", "22", "21", "13", "14", "14", "13"]]
+
+
 def test_with_the_batch_pieces_of_a_request_carry_its_name():
     local = repr(show.plan(planned(local_case()), batch=local_case())).split("LOCAL")[1]
     assert re.findall(r"(rows? \S+) +-> (\w)", local) == [

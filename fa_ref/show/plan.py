@@ -164,21 +164,21 @@ def _tree_panel(step: TreePass, names: Sequence[str] | None, title: str) -> Pict
     """Each query row beside the slots of its request's drafts, in colour where its mask allows."""
     queries, slots = step.mask.shape[1], [ints(row) for row in step.slots]
     named = request_names(len(slots), names)
-    lines, texts, seen, unseen, body = [], "", [], [], ""
+    lines, seen, unseen, body = [], [], [], ""
+    numbers = {True: "", False: ""}  # of slots that are seen, and of the others
     side = text_width(f"{max(named, key=len, default='')} row {len(slots) * queries}") + 10
     cell = cell_width(slots)
     for request, name in enumerate(named):
         for i in range(queries):
             visible, y = step.mask[request, i].tolist(), len(lines) * (HIGH + 2)
             row = f"{name} row {request * queries + i}"
-            corners = [(side + j * WIDE, y) for j in range(len(slots[request]))]
-            mine = [corner for corner, ok in zip(corners, visible, strict=True) if ok]
+            mine = []
+            for j, (slot, ok) in enumerate(zip(slots[request], visible, strict=True)):
+                corner = (side + j * WIDE, y)
+                (mine if ok else unseen).append(corner)
+                numbers[ok] += label(corner[0] + WIDE // 2, y + 14, str(slot))
             seen += mine
-            unseen += [corner for corner in corners if corner not in mine]
             body += label(0, y + 14, row) + boxes(mine, WIDE, HIGH, tint(name))
-            texts += "".join(
-                label(x + WIDE // 2, y + 14, str(s)) for (x, y), s in zip(corners, slots[request], strict=True)
-            )
             parts = [f"[{s}]" if ok else f" {s} " for s, ok in zip(slots[request], visible, strict=True)]
             lines.append(f"{row} -> " + " ".join(part.rjust(cell) for part in parts).rstrip())
     pale = 'fill="none" stroke="currentColor" stroke-opacity=".2"'
@@ -189,7 +189,7 @@ def _tree_panel(step: TreePass, names: Sequence[str] | None, title: str) -> Pict
         body=body
         + boxes(unseen, WIDE, HIGH, pale)
         + boxes(seen, WIDE, HIGH, FRAME)
-        + group(texts, text_anchor="middle"),
+        + group(numbers[True] + group(numbers[False], opacity=".4"), text_anchor="middle"),
         text="\n".join(lines),
         title=title,
     )
