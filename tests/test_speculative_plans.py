@@ -565,9 +565,7 @@ def test_poison_on_the_own_path_is_noticed(tree_attention, route, device):
 @pytest.mark.parametrize(
     ("kv_dtype", "value"), [(None, math.nan), (None, math.inf), (None, -math.inf), (FP8, math.nan)], ids=str
 )
-def test_one_bad_number_in_a_value_is_hidden_from_no_query_that_sees_it(
-    kv_dtype, value, tree_attention, route, device
-):
+def test_one_bad_number_in_a_value_is_hidden_from_no_query_that_sees_it(kv_dtype, value, tree_attention, route, device):
     """Every draft in turn holds one, in the last number of key head 1, in all requests. Heads 2 and 3 share it."""
     shape = dict(tree_attention=tree_attention, kv_dtype=kv_dtype)
     right = run(forest(device, **shape), route).view(4, 7, 4, -1)

@@ -252,7 +252,7 @@ def test_tree_attention_equals_its_definition(
 def test_a_bad_draft_changes_no_bit_of_the_queries_that_do_not_see_it(
     device, requests, queries, drafts, extras, fp8, where, value, attend
 ):
-    """One number of key head 1 in each request's last draft: its readers lose heads 2 and 3 and nothing else changes."""
+    """One number of key head 1 in each request's last draft: its readers lose heads 2 and 3, nothing else changes."""
     arguments, named = tree_problem(device, 4, 2, 80, 48, requests, queries, drafts, extras, fp8)
     _, k_cache, v_cache, slots, mask = arguments
     right = attend(*arguments, **named)
