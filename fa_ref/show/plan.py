@@ -62,7 +62,8 @@ def _panel(step: AttentionPass | TreePass, names: Sequence[str] | None, batch: A
     rows = list(range(step.sequences)) if step.row_index is None else ints(step.row_index)
     named = request_names(len(pages), names) if batch is None else _names_from(batch, step, rows, len(pages))
     read = sorted(set(rows))
-    pages, counts, keys, named = ([of_row[row] for row in read] for of_row in (pages, counts, keys, named))
+    pages, named = [pages[row] for row in read], [named[row] for row in read]
+    counts, keys = [counts[row] for row in read], [keys[row] for row in read]
     rows = [read.index(row) for row in rows]
     queries = _query_spans(step)
     tops = _row_tops(rows, len(pages))
