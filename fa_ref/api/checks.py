@@ -71,7 +71,7 @@ def check_batch(batch: ForwardBatch, config: BackendConfig) -> None:
     if batch.forward_mode.is_idle():
         return
     _check_drafts(batch)
-    _check_shapes(batch, config)
+    check_shapes(batch, config)
     _check_host_lengths(batch, config)
     if batch.forward_mode.is_target_verify():
         _check_custom_mask(batch, config)
@@ -113,8 +113,11 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
         )
 
 
-def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
+def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadBatch for a tensor of the batch with another type, dtype, shape or device than planning needs."""
     names = ["req_pool_indices", "seq_lens"]
+    if config.is_encoder_decoder:
+        names += ["encoder_lens"]
     if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
         names += ["extend_seq_lens"]
     device = torch.device(config.device)
@@ -132,15 +135,18 @@ def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     host = batch.seq_lens_cpu
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
-    loc = batch.out_cache_loc
-    if loc is not None and not isinstance(loc, Tensor):
-        raise BadBatch(f"out_cache_loc is {loc!r}; it must be a tensor, one slot a new token")
-    if loc is not None and (loc.dtype not in _INTEGERS or loc.dim() != 1):
-        raise BadBatch(
-            f"out_cache_loc is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a new token"
-        )
-    if loc is not None and loc.device.type != device.type:
-        raise BadBatch(f"out_cache_loc is on {loc.device}, the backend on {device}; move the batch there")
+    for name in ("out_cache_loc", "encoder_out_cache_loc"):
+        loc = getattr(batch, name)
+        if loc is None:
+            continue
+        if not isinstance(loc, Tensor):
+            raise BadBatch(f"{name} is {loc!r}; it must be a tensor, one slot a new token")
+        if loc.dtype not in _INTEGERS or loc.dim() != 1:
+            raise BadBatch(
+                f"{name} is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a new token"
+            )
+        if loc.device.type != device.type:
+            raise BadBatch(f"{name} is on {loc.device}, the backend on {device}; move the batch there")
 
 
 def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -197,20 +203,26 @@ def _check_ranges(batch: ForwardBatch, config: BackendConfig) -> None:
     table, rows = req_to_token(batch, config), batch.req_pool_indices
     available = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool)
     if batch.out_cache_loc is not None:
-        _check_slots("out_cache_loc", batch.out_cache_loc, available)
+        check_slots("out_cache_loc", batch.out_cache_loc, available)
     if not rows.numel():
         return
-    if not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
-        raise BadPageTable(
-            f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
-        )
+    check_rows(batch, config)
     longest = min(max(int(batch.seq_lens.max()), 0), table.shape[1])
     used = torch.arange(longest, device=table.device) < batch.seq_lens[:, None]
     slots = torch.where(used, table[rows.long(), :longest], 0)
     wrong = torch.nonzero(((slots < 0) | (slots >= available)).any(dim=1))
     if wrong.numel():
         request = int(wrong[0])
-        _check_slots(f"request {request}", slots[request], available)
+        check_slots(f"request {request}", slots[request], available)
+
+
+def check_rows(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadPageTable for a row that req_to_token does not have."""
+    table, rows = req_to_token(batch, config), batch.req_pool_indices
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
+        raise BadPageTable(
+            f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
+        )
 
 
 def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -229,8 +241,8 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
         if not 0 <= length <= table.shape[1] - drafts:
             raise BadPageTable(f"request {request} has {length + drafts} keys, its row holds {table.shape[1]}")
         used = table[row, : length + drafts]
-        _check_slots(f"request {request}", used, slots)
-        _check_pages(request, used[:length] if is_tree else used, config.page_size)
+        check_slots(f"request {request}", used, slots)
+        check_pages(f"request {request}", used[:length] if is_tree else used, config.page_size)
     shared = table[batch.req_pool_indices.long(), : batch.shared_prefix_len]
     if bool((shared != shared[:1]).any()):
         raise BadPageTable(
@@ -308,17 +320,18 @@ def _check_window_slots(batch: ForwardBatch, config: BackendConfig, request: int
                 f"request {request}: position {start + int(gone[0])} is not in the window pool, and a window layer "
                 f"reads its page; evict a page of {config.page_size} only when all its tokens left the window"
             )
-        _check_pages(request, slots, config.page_size, start)
+        check_pages(f"request {request}", slots, config.page_size, start)
 
 
-def _check_slots(owner: str, slots: Tensor, available: int) -> None:
+def check_slots(owner: str, slots: Tensor, available: int) -> None:
+    """Raise BadPageTable for a slot outside 0 .. available - 1."""
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < available:
         raise BadPageTable(
             f"{owner}: slots span {int(slots.min())}..{int(slots.max())}, the pool holds 0..{available - 1}"
         )
 
 
-def _check_pages(request: int, slots: Tensor, page_size: int, start: int = 0) -> None:
+def check_pages(owner: str, slots: Tensor, page_size: int, start: int = 0) -> None:
     """Within a page, consecutive positions (from `start`) must lie in consecutive slots, from its first slot on."""
     offset = torch.arange(slots.shape[0], device=slots.device) % page_size
     wrong = torch.nonzero(slots % page_size != offset)
@@ -327,7 +340,7 @@ def _check_pages(request: int, slots: Tensor, page_size: int, start: int = 0) ->
     if wrong.numel():
         position = int(wrong[0])
         raise BadPageTable(
-            f"request {request}: position {start + position} is in slot {int(slots[position])}, which is not offset "
+            f"{owner}: position {start + position} is in slot {int(slots[position])}, which is not offset "
             f"{position % page_size} of its page of {page_size}; allocate whole pages to a request"
         )
 
@@ -354,9 +367,11 @@ def check_layer_inputs(
     tokens: int,
     config: BackendConfig | None = None,
     sinks: Tensor | None = None,
+    key_rows: tuple[int, ...] | None = None,
 ) -> None:
     """Raise BadBatch unless q, k, v are [tokens, heads * dim] (or [tokens, heads, dim]) of this layer and config.
 
+    key_rows: the numbers of rows that k and v may have, if not q's: those of a CROSS layer are the encoder's.
     Called before anything is written, so that a refused call leaves the cache as it was.
     """
     expected = {
@@ -370,10 +385,14 @@ def check_layer_inputs(
             continue
         if not isinstance(value, Tensor):
             raise BadBatch(f"layer {layer.layer_id}: {name} is {value!r}; it must be a tensor")
-        if value.shape[:1].numel() != tokens or value.numel() != tokens * width:
+        allowed = (tokens,) if name == "q" or key_rows is None else key_rows
+        rows = value.shape[:1].numel()
+        if rows not in allowed or value.numel() != rows * width:
+            most = allowed[-1]
+            whose = "new tokens" if allowed == (tokens,) else "encoder_out_cache_loc slots for new encoder tokens"
             raise BadBatch(
-                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {tokens} new "
-                f"tokens, so {name} must be [{tokens}, {width}] or [{tokens}, heads, dim] of that size"
+                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {most} {whose}, "
+                f"so {name} must be [{most}, {width}] or [{most}, heads, dim] of that size"
             )
         if value.device.type != device or value.dtype != dtype:
             raise BadBatch(
@@ -387,6 +406,10 @@ def check_layer_inputs(
             )
     if (k is None) != (v is None):
         raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
+    if k is not None and v is not None and k.shape[:1] != v.shape[:1]:
+        raise BadBatch(
+            f"layer {layer.layer_id}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}; pass a row of each a token"
+        )
     if sinks is not None and not isinstance(sinks, Tensor):
         raise BadBatch(f"layer {layer.layer_id}: sinks is {sinks!r}; it must be a tensor, one logit a query head")
     if sinks is not None and (sinks.shape != (layer.tp_q_head_num,) or sinks.device.type != device):
@@ -454,7 +477,7 @@ def values_to_compare(batch: ForwardBatch) -> dict[str, list[int]] | None:
     """With FA_CHECK=1 the values that a planned batch and the batch given to forward must share."""
     if not device_checks_enabled():
         return None
-    names = ["req_pool_indices", "seq_lens"]
+    names = ["req_pool_indices", "seq_lens", "encoder_lens"]
     if not isinstance(batch.spec_info, DraftInput):  # a server may pass the slots of one step at a time
         names.append("out_cache_loc")
     found = {name: getattr(batch, name) for name in names}

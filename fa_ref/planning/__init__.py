@@ -6,9 +6,11 @@ from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import shared_prefix
-from fa_ref.api.checks import check_batch, check_step, new_tokens, values_to_compare
+from fa_ref.api.checks import check_step, new_tokens, values_to_compare
+from fa_ref.api.encoder import checked_text
 from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.cascade import cascade
+from fa_ref.planning.cross import plan_cross
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.draft import plan_draft, plan_draft_steps
 from fa_ref.planning.extend import plan_extend
@@ -35,12 +37,12 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     """
     batch = ForwardBatch.of(batch)
     refuse_unplanned(batch)
-    check_batch(batch, config)
+    text = checked_text(batch, config)
     check_step(batch, step)
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
-    passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
-    saving = shared_prefix(batch, config)
+    passes = {kind: _plan_kind(*((batch, config) if kind is LayerKind.CROSS else text), kind, step) for kind in kinds}
+    saving = shared_prefix(*text)
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
@@ -60,10 +62,15 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
     """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
     batch = ForwardBatch.of(batch)
     refuse_unplanned(batch)
-    check_batch(batch, config)
+    text = checked_text(batch, config)
     check_step(batch, steps - 1)
     kinds, refused = layer_kinds(config)
-    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in kinds}
+    by_kind: dict[LayerKind, list[tuple[AttentionPass | TreePass, ...]]] = {
+        kind: [plan_cross(batch, config)] * steps  # the same encoder keys at every step
+        if kind is LayerKind.CROSS
+        else plan_draft_steps(*text, kind, steps)
+        for kind in kinds
+    }
     return [
         AttentionPlan(
             forward_mode=batch.forward_mode,
@@ -83,6 +90,8 @@ def _plan_kind(
     mode = batch.forward_mode
     if mode.is_idle():
         return ()
+    if kind is LayerKind.CROSS:
+        return plan_cross(batch, config)
     if mode.is_target_verify():
         return plan_verify(batch, config, kind)
     if mode.is_decode():
