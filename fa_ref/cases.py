@@ -155,11 +155,12 @@ def make_case(
     kv: Any = MHAKVPool(size=size, **geometry)
     if hybrid:
         window_pool, other = MHAKVPool(size=size, **geometry), kv
+        windowed = kind in (LayerKind.SLIDING, LayerKind.LOCAL)
         kv = SWAKVPool(
             full_pool=other,
             swa_pool=window_pool,
-            full_layer_ids=[1] if kind is not LayerKind.FULL else [0],
-            swa_layer_ids=[0] if kind is not LayerKind.FULL else [1],
+            full_layer_ids=[1] if windowed else [0],
+            swa_layer_ids=[0] if windowed else [1],
         )
     indices = rows.alloc(len(total) + 2)[::-1][: len(total)]
     in_row_slots, spare = _place(rows, kv, indices, in_row, owned, page_size, gen)
@@ -211,11 +212,10 @@ def make_case(
         earlier = branches.view(-1, num_steps)[:, :step].flatten()
         slots, written = [*slots, torch.cat([earlier, branches])], [*written, len(earlier)]
     encoding = list(encode) if isinstance(encode, Sequence) else [encode] * len(total)
+    keys, filled = slots, written
     if kind is LayerKind.CROSS:
-        cached = [0 if new else e for new, e in zip(encoding, encoder, strict=True)]
-        _fill(kv, layer, of_encoder, cached, poison, on_device)
-    else:
-        _fill(kv, layer, slots, written, poison, on_device, page_size_of(kind, config))
+        keys, filled = of_encoder, [0 if new else e for new, e in zip(encoding, encoder, strict=True)]
+    _fill(kv, layer, keys, filled, poison, on_device, page_size_of(kind, config))
 
     past = prefix_lens if drafting or verifying else total
     lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (past, new, prefix_lens))
@@ -312,14 +312,13 @@ def _fill(
     prefix_lens: Sequence[int],
     poison: bool,
     gen: torch.Generator,
-    page_size: int | None = None,
+    page_size: int,
 ) -> None:
     """Random keys and values in every owned slot; NaN in every page that no request owns.
 
     The rest of an owned page stays zero, as a pool allocates it: kernels multiply it by zero. page_size: of the view
-    that the layer reads, if not the pool's.
+    that the layer reads.
     """
-    page_size = page_size or kv.page_size
     k_buffer, v_buffer = kv.get_kv_buffer(layer.layer_id)
     mine = torch.cat(slots or [torch.zeros(0, dtype=torch.int64)])
     if poison:
