@@ -15,6 +15,7 @@ import fa_fast
 import fa_ref
 import fa_ref.api.encoder
 import fa_ref.oracle
+from fa_fast.kernels import torch_cpu
 from fa_ref import (
     BackendConfig,
     BadBatch,
@@ -405,14 +406,17 @@ def test_all_steps_of_a_draft_share_the_plan_of_cross_layers(package):
             ]
 
 
-def test_a_shared_prefix_of_texts_behind_encoders_is_read_once():
+@pytest.mark.parametrize("shared", [7, 8])
+def test_a_shared_prefix_of_texts_behind_encoders_is_read_once_to_the_last_token(shared):
+    """Pages of a text are single slots, so that no part of the prefix is left over."""
     case = make_case(
         DECODE, prefix_lens=(9, 8, 12), encoder_lens=RAGGED, shared_prefix=8, page_size=4, heads=4, kv_heads=2
     )
+    case = with_batch(case, shared_prefix_len=shared)
     planned = plans(case)
     assert planned["fa_ref"] == planned["fa_fast"]
-    shared, _ = planned["fa_ref"][FULL]
-    assert shared["cache_seqlens"] == [8]
+    first, _ = planned["fa_ref"][FULL]
+    assert first["cache_seqlens"] == [shared]
     assert agrees(case)
 
 
@@ -432,6 +436,13 @@ def test_a_server_s_batch_with_these_names_is_accepted(package):
     backend = package.FlashAttentionBackend(case.config)
     backend.init_forward_metadata(served)
     assert case.judge(backend.forward(case.q, case.k, case.v, case.layer, served)).ok
+
+
+def test_a_provider_of_large_pages_alone_runs_cross_layers_and_refuses_the_text_behind_encoders(monkeypatch):
+    monkeypatch.setattr(torch_cpu, "CAPABILITY", replace(torch_cpu.CAPABILITY, page_sizes=frozenset({64})))
+    assert agrees(problem(page_size=64))
+    with pytest.raises(UnsupportedByProvider, match="cannot run page size 1"):
+        problem(kind=FULL, page_size=64).run(fa_fast)
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
