@@ -27,8 +27,9 @@ from fa_ref.api import (
     window_left,
 )
 from fa_ref.api.bounds import key_rows, slots_to_write
-from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_planned, check_window
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
 from fa_ref.api.encoder import check_encoder_writes
+from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, attention, merge, wide
@@ -78,7 +79,7 @@ class FlashAttentionBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
         self._plan = None  # a refused batch leaves no plan behind
-        batch = ForwardBatch.of(forward_batch)
+        batch = self._batch(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
@@ -121,8 +122,8 @@ class FlashAttentionBackend:
         k and v None: attend to the cache as it is. On a CROSS layer they are the encoder's, given once: one row a slot
         of encoder_out_cache_loc.
         """
-        plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
-        check_planned(plan, forward_batch)
+        plan, batch = self.forward_metadata, self._batch(forward_batch)
+        check_planned(plan, batch)
         server_layer, layer = layer, AttentionLayer.of(layer)
         check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
         kind = layer_kind(layer, self.config.attention_chunk_size)
@@ -181,6 +182,10 @@ class FlashAttentionBackend:
 
     def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         self.init_cuda_graph_state(0)
+
+    def _batch(self, batch: Any) -> ForwardBatch:
+        """A server's batch; a draft must be the one that this backend was built for."""
+        return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
 
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, kind: LayerKind) -> None:
         if k.numel() == 0:

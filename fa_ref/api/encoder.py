@@ -15,17 +15,17 @@ from torch import Tensor
 from fa_ref.api.batch import ForwardBatch
 from fa_ref.api.checks import (
     check_batch,
-    check_pages,
     check_rows,
     check_shapes,
-    check_slots,
     columns_of_drafts,
     device_checks_enabled,
     kv_slots,
+    reads_values,
     req_to_token,
 )
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadPageTable
+from fa_ref.api.slots import check_pages, check_slots
 
 FIELDS = ("encoder_lens", "encoder_lens_cpu", "encoder_out_cache_loc")
 
@@ -71,7 +71,7 @@ def checked_text(batch: ForwardBatch, config: BackendConfig) -> tuple[ForwardBat
         return batch, config
     check_shapes(batch, config)
     _check_host_lengths(batch, config)
-    if torch.device(config.device).type == "cpu" or device_checks_enabled():
+    if reads_values(config):
         _check_values(batch, config)
     text = after_encoder(batch, config)
     check_batch(*text)
