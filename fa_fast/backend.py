@@ -27,8 +27,9 @@ from fa_ref.api import (
     layer_kind,
     window_left,
 )
-from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.bounds import key_rows, page_size_of, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
+from fa_ref.api.encoder import check_encoder_writes
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
@@ -134,22 +135,26 @@ class FlashAttentionBackend:
     ) -> Tensor:
         """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
 
-        k and v None: attend to the cache as it is.
+        k and v None: attend to the cache as it is. On a CROSS layer they are the encoder's, given once: one row a slot
+        of encoder_out_cache_loc.
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
         check_planned(plan, batch)
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         server_layer = layer
         layer, geometry = self._layer(server_layer, pool, sinks)
-        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         passes = plan.for_kind(geometry.kind)
+        rows = key_rows(batch, geometry.kind, plan.num_tokens)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks, rows)
         for step in passes:
             check_cut(step, layer)
         if k is not None and v is not None:
             k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
             v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
-            if save_kv_cache:
-                loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens)
+            if save_kv_cache and k.shape[0]:
+                if geometry.kind is LayerKind.CROSS:
+                    check_encoder_writes(batch, self.config)
+                loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens, geometry.kind)
                 write_kv(pool, server_layer, loc, k, v)
         queries = q.reshape(-1, geometry.heads, geometry.head_dim)
         if queries.shape[0] == 0 or not passes:
@@ -210,7 +215,7 @@ class FlashAttentionBackend:
             kv_dtype=self.config.kv_cache_dtype,
             head_dim=geometry.head_dim,
             v_head_dim=geometry.v_head_dim,
-            page_size=self.config.page_size,
+            page_size=page_size_of(geometry.kind, self.config),
             softcap=geometry.softcap != 0,
             sinks=sinks is not None,
             window=geometry.kind is LayerKind.SLIDING,

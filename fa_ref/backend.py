@@ -20,13 +20,15 @@ from fa_ref.api import (
     BadBatch,
     BadConfig,
     ForwardBatch,
+    LayerKind,
     TreePass,
     UnsupportedByProvider,
     layer_kind,
     window_left,
 )
-from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.bounds import key_rows, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
+from fa_ref.api.encoder import check_encoder_writes
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
@@ -117,20 +119,22 @@ class FlashAttentionBackend:
     ) -> Tensor:
         """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
 
-        k and v None: attend to the cache as it is.
+        k and v None: attend to the cache as it is. On a CROSS layer they are the encoder's, given once: one row a slot
+        of encoder_out_cache_loc.
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
         check_planned(plan, batch)
         server_layer, layer = layer, AttentionLayer.of(layer)
         check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
-        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
         kind = layer_kind(layer, self.config.attention_chunk_size)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)
+        rows = key_rows(batch, kind, plan.num_tokens)
+        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks, rows)
         for step in passes:
             check_cut(step, layer)
         if k is not None and v is not None and save_kv_cache:
-            self._write_kv(k, v, server_layer, batch)
+            self._write_kv(k, v, server_layer, batch, kind)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if self.provider == "masks":
             oracle = masked_attention(
@@ -183,11 +187,13 @@ class FlashAttentionBackend:
         """A server's batch; a draft must be the one that this backend was built for."""
         return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
 
-    def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
-        loc = slots_to_write(batch, self.speculative_step_id, self.forward_metadata.num_tokens)
+    def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, kind: LayerKind) -> None:
+        if k.numel() == 0:
+            return
+        if kind is LayerKind.CROSS:
+            check_encoder_writes(batch, self.config)
+        loc = slots_to_write(batch, self.speculative_step_id, self.forward_metadata.num_tokens, kind)
         if loc is None:
-            if k.numel() == 0:
-                return
             raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
         pool, sizes = batch.token_to_kv_pool or self.config.token_to_kv_pool, AttentionLayer.of(layer)
         keys = k.reshape(-1, sizes.tp_k_head_num, sizes.head_dim)

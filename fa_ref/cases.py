@@ -25,6 +25,7 @@ from fa_ref.api import (
     SWAKVPool,
     VerifyInput,
 )
+from fa_ref.api.bounds import page_size_of
 from fa_ref.api.checks import columns_of_drafts, draft_steps, is_tree, req_to_token
 from fa_ref.api.pools import FP8
 from fa_ref.attention import AttentionState
@@ -40,8 +41,8 @@ class Case:
     batch: ForwardBatch
     layer: AttentionLayer
     q: Tensor  # [tokens, heads * head_dim]
-    k: Tensor | None  # [tokens, kv_heads * head_dim]; k and v None: attend to the cache as it is
-    v: Tensor | None  # [tokens, kv_heads * v_head_dim]
+    k: Tensor | None  # [keys, kv_heads * head_dim], a key a token; k and v None: attend to the cache as it is
+    v: Tensor | None  # [keys, kv_heads * v_head_dim]; CROSS: a key a new encoder token
     sinks: Tensor | None  # [heads]
     step: int = 0  # of draft decoding
     recipe: dict[str, Any]  # the arguments of make_case
@@ -77,6 +78,8 @@ class Case:
     @property
     def merges(self) -> bool:
         """True if the result is merged from two passes: a tree or branches behind their prefix, or a cascade."""
+        if self.layer.is_cross_attention:
+            return False
         branches = draft_steps(self.batch) > 0 and columns_of_drafts(self.batch) == 0
         return branches or is_tree(self.batch) or self.config.cascade_prefix
 
@@ -113,6 +116,8 @@ def make_case(
     draft_token_num: int = 0,
     tree_attention: str = "auto",
     shared_prefix: int = 0,
+    encoder_lens: Sequence[int] | None = None,
+    encode: bool | Sequence[bool] = True,
     host_lengths: bool = True,
     poison: bool = True,
     device: str = "cpu",
@@ -126,6 +131,8 @@ def make_case(
     window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
     where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
     shared_prefix: leading tokens that all requests keep in the slots of the first one, planned as a cascade.
+    encoder_lens: encoder tokens a request, in an encoder-decoder model; its text starts in the slot after them. encode:
+    whether the encoder's k and v are new in this step, for all requests or one by one; otherwise they are in the cache.
     host_lengths=False leaves every host copy of the lengths out. poison=False leaves unowned slots finite.
 
     >>> case = make_case(prefix_lens=[2], new_lens=[3])
@@ -141,11 +148,13 @@ def make_case(
     if drafting:
         new = [num_steps if topk == 1 else 0] * len(prefix_lens)  # in req_to_token; other branches live beside it
     total = [p + n for p, n in zip(prefix_lens, new, strict=True)]
-    context = context_len or max([*total, 1])
+    encoder = [0] * len(total) if encoder_lens is None else list(encoder_lens)
+    in_row = [e + t for e, t in zip(encoder, total, strict=True)]
+    context = context_len or max([*in_row, 1])
     kv_dtype = kv_dtype or dtype
 
     branch_slots = topk * num_steps if drafting and topk > 1 else 0
-    owned = [-(-t // page_size) for t in total]  # pages of each request
+    owned = [-(-t // page_size) for t in in_row]  # pages of each request
     size = (3 * (sum(owned) + len(total) * -(-branch_slots // page_size)) + 3) * page_size
     geometry: dict[str, Any] = dict(
         page_size=page_size, dtype=kv_dtype, head_num=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
@@ -155,18 +164,22 @@ def make_case(
     kv: Any = MHAKVPool(size=size, **geometry)
     if hybrid:
         window_pool, other = MHAKVPool(size=size, **geometry), kv
+        windowed = kind in (LayerKind.SLIDING, LayerKind.LOCAL)
         kv = SWAKVPool(
             full_pool=other,
             swa_pool=window_pool,
-            full_layer_ids=[1] if kind is not LayerKind.FULL else [0],
-            swa_layer_ids=[0] if kind is not LayerKind.FULL else [1],
+            full_layer_ids=[1] if windowed else [0],
+            swa_layer_ids=[0] if windowed else [1],
         )
     indices = rows.alloc(len(total) + 2)[::-1][: len(total)]
-    slots, spare = _place(rows, kv, indices, total, owned, page_size, gen)
+    in_row_slots, spare = _place(rows, kv, indices, in_row, owned, page_size, gen)
+    of_encoder = [s[:e] for s, e in zip(in_row_slots, encoder, strict=True)]
+    slots = [s[e:] for s, e in zip(in_row_slots, encoder, strict=True)]  # of the text
     if shared_prefix:
         whole = shared_prefix // page_size * page_size  # only whole pages can be shared
         slots = [torch.cat([slots[0][:whole], own[whole:]]) for own in slots]
-        rows.req_to_token[indices, :whole] = slots[0][:whole].to(rows.req_to_token)
+        for index, e in zip(indices, encoder, strict=True):
+            rows.req_to_token[index, e : e + whole] = slots[0][:whole].to(rows.req_to_token)
 
     config = BackendConfig(
         device=device,
@@ -176,6 +189,7 @@ def make_case(
         context_len=context,
         sliding_window_size=window if kind is LayerKind.SLIDING else None,
         attention_chunk_size=chunk if kind is LayerKind.LOCAL else None,
+        is_encoder_decoder=encoder_lens is not None,
         is_hybrid_swa=hybrid,
         deterministic=deterministic,
         topk=topk,
@@ -195,6 +209,7 @@ def make_case(
         logit_cap=softcap,
         sliding_window_size=window if kind is LayerKind.SLIDING else -1,
         use_irope=kind is LayerKind.LOCAL,
+        is_cross_attention=kind is LayerKind.CROSS,
         k_scale=k_scale,
         v_scale=v_scale,
     )
@@ -205,7 +220,11 @@ def make_case(
         branches = spare[torch.randperm(len(spare), generator=gen)[: len(total) * branch_slots]].to(device)
         earlier = branches.view(-1, num_steps)[:, :step].flatten()
         slots, written = [*slots, torch.cat([earlier, branches])], [*written, len(earlier)]
-    _fill(kv, layer, slots, written, poison, on_device)
+    encoding = list(encode) if isinstance(encode, Sequence) else [encode] * len(total)
+    keys, filled = slots, written
+    if kind is LayerKind.CROSS:
+        keys, filled = of_encoder, [0 if new else e for new, e in zip(encoding, encoder, strict=True)]
+    _fill(kv, layer, keys, filled, poison, on_device, page_size_of(kind, config))
 
     past = prefix_lens if drafting or verifying else total
     lens, news, prefixes = (torch.tensor(x, dtype=torch.int64, device=device) for x in (past, new, prefix_lens))
@@ -218,6 +237,8 @@ def make_case(
         spec_info = VerifyInput(draft_token_num=drafts, topk=2 if trees else 1, custom_mask=None)
         if trees:
             spec_info = replace(spec_info, custom_mask=_custom_mask(trees, prefix_lens).to(device))
+    newly = [s for s, new in zip(of_encoder, encoding, strict=True) if new]
+    encoder_loc = torch.cat(newly) if encoder_lens is not None and newly else None
     batch = ForwardBatch(
         forward_mode=mode,
         batch_size=len(total),
@@ -230,11 +251,20 @@ def make_case(
         extend_prefix_lens=prefixes,
         extend_prefix_lens_cpu=list(prefix_lens) if host_lengths else None,
         spec_info=spec_info,
+        encoder_lens=torch.tensor(encoder, dtype=torch.int64, device=device) if encoder_lens is not None else None,
+        encoder_lens_cpu=encoder if encoder_lens is not None and host_lengths else None,
+        encoder_out_cache_loc=encoder_loc,
         shared_prefix_len=shared_prefix // page_size * page_size,
     )
     tokens = len(total) * topk if drafting else sum(new)
     widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)
-    q, k, v = (torch.randn(tokens, n, generator=on_device, device=device).to(dtype) for n in widths)
+    new_keys = tokens if kind is not LayerKind.CROSS else 0 if encoder_loc is None else len(encoder_loc)
+    q, k, v = (
+        torch.randn(count, n, generator=on_device, device=device).to(dtype)
+        for count, n in zip((tokens, new_keys, new_keys), widths, strict=True)
+    )
+    if kind is LayerKind.CROSS and encoder_loc is None:
+        k = v = None
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
     return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, step=step, recipe=recipe)
 
@@ -291,18 +321,20 @@ def _fill(
     prefix_lens: Sequence[int],
     poison: bool,
     gen: torch.Generator,
+    page_size: int,
 ) -> None:
     """Random keys and values in every owned slot; NaN in every page that no request owns.
 
-    The rest of an owned page stays zero, as a pool allocates it: kernels multiply it by zero.
+    The rest of an owned page stays zero, as a pool allocates it: kernels multiply it by zero. page_size: of the view
+    that the layer reads.
     """
     k_buffer, v_buffer = kv.get_kv_buffer(layer.layer_id)
     mine = torch.cat(slots or [torch.zeros(0, dtype=torch.int64)])
     if poison:
-        owned = torch.zeros(k_buffer.shape[0] // kv.page_size, dtype=torch.bool, device=k_buffer.device)
-        owned[kv.write_slots(layer, mine.to(k_buffer.device)) // kv.page_size] = True
-        owned[0] = True
-        free = ~owned.repeat_interleave(kv.page_size)
+        owned = torch.zeros(k_buffer.shape[0] // page_size, dtype=torch.bool, device=k_buffer.device)
+        owned[kv.write_slots(layer, mine.to(k_buffer.device)) // page_size] = True
+        owned[: kv.page_size // page_size] = True  # the padding page
+        free = ~owned.repeat_interleave(page_size)
         for buffer in (k_buffer, v_buffer):
             buffer.view(torch.uint8 if buffer.dtype == FP8 else buffer.dtype)[free] = (
                 0x7F if buffer.dtype == FP8 else float("nan")
@@ -317,5 +349,13 @@ def _fill(
 
 def visible_slots(case: Case, request: int) -> Tensor:
     """The slots of a request's logical positions, in the numbering of the full pool."""
+    batch, row = case.batch, int(case.batch.req_pool_indices[request])
+    first = 0 if batch.encoder_lens is None else int(batch.encoder_lens[request])
+    return req_to_token(batch, case.config)[row, first : first + int(batch.seq_lens[request])]
+
+
+def encoder_slots(case: Case, request: int) -> Tensor:
+    """The slots of a request's encoder tokens, in the numbering of the full pool."""
+    assert case.batch.encoder_lens is not None
     row = int(case.batch.req_pool_indices[request])
-    return req_to_token(case.batch, case.config)[row, : int(case.batch.seq_lens[request])]
+    return req_to_token(case.batch, case.config)[row, : int(case.batch.encoder_lens[request])]

@@ -28,7 +28,7 @@ from fa_ref.api.bounds import pool_of
 from fa_ref.api.checks import req_to_token
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.attention import AttentionState, attention
-from fa_ref.masks import Mask, causal, local_chunk, sliding_window, tree
+from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window, tree
 from fa_ref.masks import prefix as prefix_mask
 
 
@@ -61,7 +61,7 @@ def masked_attention(
     kind = layer_kind(layer, config.attention_chunk_size)
     outs = [q.new_zeros(0, layer.tp_q_head_num, layer.v_head_dim, dtype=compute_dtype)]
     lses = [torch.zeros(0, layer.tp_q_head_num, device=q.device)]
-    for question in questions(batch, config, step):
+    for question in questions(batch, config, step, kind):
         mask = mask_of(kind, layer, config).dense(question.q_pos, question.k_pos)
         keys, values = cached(batch, layer, config, question.slots)
         state = attention(
@@ -78,12 +78,18 @@ def masked_attention(
     return AttentionState(torch.cat(outs), torch.cat(lses))
 
 
-def questions(batch: ForwardBatch, config: BackendConfig, step: int = 0) -> Iterator[Question]:
-    """The batch, one request (or one branch of a draft) at a time, in the order of its query rows."""
+def questions(
+    batch: ForwardBatch, config: BackendConfig, step: int = 0, kind: LayerKind = LayerKind.FULL
+) -> Iterator[Question]:
+    """The batch, one request (or one branch of a draft) at a time, in the order of its query rows.
+
+    A request's row holds its encoder tokens first; a CROSS layer's keys are those, every other layer's what follows.
+    """
     table, info = req_to_token(batch, config), batch.spec_info
     start = 0
     for request in range(0 if batch.forward_mode.is_idle() else batch.batch_size):
         row, length = table[int(batch.req_pool_indices[request])].long(), int(batch.seq_lens[request])
+        encoder, row = row.tensor_split([0 if batch.encoder_lens is None else int(batch.encoder_lens[request])])
         if isinstance(info, DraftInput) and batch.forward_mode.is_decode():
             found = list(_draft(batch, info, row, request, length, step, start))
         elif isinstance(info, VerifyInput) and batch.forward_mode.is_target_verify():
@@ -91,6 +97,9 @@ def questions(batch: ForwardBatch, config: BackendConfig, step: int = 0) -> Iter
         else:
             new = 1 if batch.forward_mode.is_decode() else int(batch.extend_seq_lens[request])  # type: ignore[index]
             found = [_plain(row, length, new, start)]
+        if kind is LayerKind.CROSS:
+            position = torch.arange(len(encoder), device=row.device)
+            found = [question._replace(slots=encoder, k_pos=position, allowed=None) for question in found]
         yield from found
         start = found[-1].rows.stop
 
@@ -136,7 +145,9 @@ def _verify(batch: ForwardBatch, info: VerifyInput, row: Tensor, request: int, p
 
 
 def mask_of(kind: LayerKind, layer: Any, config: BackendConfig) -> Mask:
-    """What a layer of this kind may see, as a mask over logical positions."""
+    """What a layer of this kind may see, as a mask over logical positions; a CROSS layer's keys are the encoder's."""
+    if kind is LayerKind.CROSS:
+        return everything
     if kind is LayerKind.SLIDING:
         return causal & sliding_window(window_left(layer))
     if kind is LayerKind.LOCAL:

@@ -501,7 +501,7 @@ def test_backend_arguments_without_a_meaning_here_are_refused(arguments, error, 
 
 
 @both_packages
-@pytest.mark.parametrize("name", ["use_mla", "is_encoder_decoder"])
+@pytest.mark.parametrize("name", ["use_mla"])
 def test_models_without_a_plan_are_refused(name, package):
     with pytest.raises(UnsupportedByProvider, match=f"{name}=True is not planned"):
         package.FlashAttentionBackend(config_with(sliding_window_size=None, **{name: True}))

@@ -475,8 +475,6 @@ UNPLANNED = {
     "mha_return_lse": True,
     "attn_attend_prefix_cache": False,
     "prefix_chunk_idx": 0,
-    "encoder_lens": torch.tensor([1, 1, 1]),
-    "encoder_out_cache_loc": torch.tensor([1]),
 }
 
 

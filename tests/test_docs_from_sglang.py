@@ -19,7 +19,7 @@ import torch
 import fa_fast
 import fa_ref
 from fa_fast.kernels.select import provider_for
-from fa_ref import LayerKind, UnsupportedByProvider
+from fa_ref import UnsupportedByProvider
 from fa_ref.cases import make_case
 from tests.support import PACKAGES
 
@@ -150,14 +150,6 @@ def mla(package: Any) -> list[Callable[[], Any]]:
     return [lambda: package.FlashAttentionBackend(replace(make_case().config, use_mla=True))]
 
 
-def cross_attention(package: Any) -> list[Callable[[], Any]]:
-    case = make_case()
-    return [
-        lambda: package.FlashAttentionBackend(replace(case.config, is_encoder_decoder=True)),
-        lambda: package.plan_batch(case.batch, case.config).for_kind(LayerKind.CROSS),
-    ]
-
-
 def intel_gpus(package: Any) -> list[Callable[[], Any]]:
     return [lambda: provider_for(torch.device("xpu"))]
 
@@ -165,7 +157,6 @@ def intel_gpus(package: Any) -> list[Callable[[], Any]]:
 MISSING = {
     "graphs": graphs,
     "MLA": mla,
-    "cross attention": cross_attention,
     "Intel GPUs": intel_gpus,
 }
 

@@ -35,11 +35,16 @@ def test_every_forward_mode_has_a_row():
     assert {mode for _, mode, _ in support_table.MODES} == set(ForwardMode)
 
 
-def test_planned_modes_and_kinds_ran_on_both_devices_and_the_rest_is_not_yet():
+def test_planned_modes_and_kinds_ran_where_the_table_says():
     cell = support_table.mode_cell
     assert cell(ForwardMode.MIXED, {}, LayerKind.LOCAL) == "H200 + CPU"
     assert cell(ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), LayerKind.FULL) == "H200 + CPU"
-    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "not yet"
+    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "contract + CPU"
+
+
+def test_a_kind_without_a_plan_is_not_yet(monkeypatch):
+    monkeypatch.setattr(support_table, "layer_kinds", lambda config: ((LayerKind.FULL,), {}))
+    assert support_table.mode_cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "not yet"
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,8 @@ def _require(capability: Any, case: Case) -> None:
 
 def mode_cell(mode: ForwardMode, arguments: dict[str, Any], kind: LayerKind) -> str:
     """All that a mode and a layer kind were run on, or that there is no plan for them."""
-    case = make_case(mode, kind=kind, head_dim=64, dtype=torch.bfloat16, **arguments)
+    encoder = dict(encoder_lens=(3, 0, 7)) if kind is LayerKind.CROSS else {}
+    case = make_case(mode, kind=kind, head_dim=64, dtype=torch.bfloat16, **arguments, **encoder)
     if mode.is_idle():
         case = _without_tokens(case)
     if kind not in layer_kinds(case.config)[0]:
@@ -278,7 +279,7 @@ def support() -> str:
         [
             "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every cell that is not marked *not yet*.",
             _table(["mode", *(f"{kind.name} layers" for kind in kinds)], modes),
-            "Features, on prefill and decode of all three layer kinds:",
+            "Features, on prefill and decode of FULL, SLIDING and LOCAL layers:",
             _table(["", *DEVICES.values()], features),
             f"*{H200}*: run on that GPU by `pytest -m gpu`. *{CPU}*: run on the CPU provider when this table is made. "
             f"*{CONTRACT}*: allowed by the provider's capability record and tested against it, never run on the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fa_fast.planning.cross import plan_cross
 from fa_fast.planning.decode import plan_decode
 from fa_fast.planning.draft import plan_draft, plan_draft_steps
 from fa_fast.planning.extend import plan_extend
@@ -21,9 +22,12 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     Reads host copies of lengths where the batch has them and static bounds where not; never synchronises, unless
     FA_CHECK=1. Errors are those of the twin in fa_ref, which explains the plan.
     """
-    batch = checked_batch(batch, config, step)
-    passes = {kind: _plan_kind(batch, config, kind, step) for kind in layer_kinds(config)[0]}
-    saving = shared_prefix(batch, config)
+    batch, text = checked_batch(batch, config, step)
+    passes = {
+        kind: _plan_kind(*((batch, config) if kind is LayerKind.CROSS else text), kind, step)
+        for kind in layer_kinds(config)[0]
+    }
+    saving = shared_prefix(*text)
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
@@ -33,8 +37,12 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
     """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
-    batch = checked_batch(batch, config, steps - 1)
-    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in layer_kinds(config)[0]}
+    batch, text = checked_batch(batch, config, steps - 1)
+    by_kind: dict[LayerKind, list[tuple[AttentionPass | TreePass, ...]]] = {
+        kind: plan_draft_steps(*text, kind, steps) for kind in layer_kinds(config)[0] if kind is not LayerKind.CROSS
+    }
+    if config.is_encoder_decoder:
+        by_kind[LayerKind.CROSS] = [plan_cross(batch, config)] * steps  # the same encoder keys at every step
     passes = [{kind: plans[step] for kind, plans in by_kind.items()} for step in range(steps)]
     return [plan_of(batch, config, found) for found in passes]
 
@@ -45,6 +53,8 @@ def _plan_kind(
     mode = batch.forward_mode
     if mode.is_idle():
         return ()
+    if kind is LayerKind.CROSS:
+        return plan_cross(batch, config)
     if mode.is_target_verify():
         return plan_verify(batch, config, kind)
     if mode.is_decode():

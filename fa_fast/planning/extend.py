@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fa_fast.planning.local import local_pass
@@ -13,23 +14,28 @@ from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_o
 
 def plan_extend(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
     """Twin of fa_ref.planning.extend.plan_extend."""
-    return _plan_apart(batch, config, kind) if config.deterministic else (_one_pass(batch, config, kind),)
+    if not config.deterministic:
+        return (_one_pass(batch, config, kind),)
+    bound = config.context_len
+    if kind is LayerKind.LOCAL:
+        bound = min(bound, config.attention_chunk_size or bound)
+    return singles_apart(batch, bound, lambda part: _one_pass(part, config, kind))
 
 
-def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
+def singles_apart(
+    batch: ForwardBatch, bound: int, one_pass: Callable[[ForwardBatch], AttentionPass]
+) -> tuple[AttentionPass, ...]:
+    """Single-token requests and longer ones in passes of their own, with bounds that no neighbour changes."""
     lens = batch.extend_seq_lens_cpu
     assert lens is not None  # check_batch refuses it
     passes = []
-    for requests, bound in (
+    for requests, most in (
         ([i for i, n in enumerate(lens) if n == 1], 1),
-        ([i for i, n in enumerate(lens) if n > 1], config.context_len),
+        ([i for i, n in enumerate(lens) if n > 1], bound),
     ):
         if requests:
-            step = _one_pass(batch.subset(requests), config, kind)
-            if kind is LayerKind.LOCAL:
-                bound = min(bound, config.attention_chunk_size or bound)
-            rows = batch.token_rows(requests)
-            passes.append(replace(step, token_index=rows, max_seqlen_q=bound, keys_are_new=False))
+            step, rows = one_pass(batch.subset(requests)), batch.token_rows(requests)
+            passes.append(replace(step, token_index=rows, max_seqlen_q=most, keys_are_new=False))
     return tuple(passes)
 
 

@@ -42,6 +42,7 @@ class ForwardBatch:
     A server's own object with these field names is accepted wherever a ForwardBatch is (see `of`).
     Lengths count tokens (logical positions). `seq_lens` is the total S = prefix + new tokens, except where
     the new tokens are drafts (DECODE with DraftInput, TARGET_VERIFY): there it counts what came before them.
+    Encoder tokens are counted by encoder_lens alone; logical positions start at the first token of the text.
     """
 
     forward_mode: ForwardMode  # what this pass does; a server's own enum is matched by its members' names
@@ -55,6 +56,7 @@ class ForwardBatch:
     extend_prefix_lens: Int[Tensor, " requests"] | None = None  # cached tokens P
     extend_prefix_lens_cpu: Sequence[int] | None = None  # host copy, checked against the other lengths
     encoder_lens: Int[Tensor, " requests"] | None = None  # encoder keys, the first columns of the row
+    encoder_lens_cpu: Sequence[int] | None = None  # host copy; None: the width of the row instead
     encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None  # slot of every new encoder token
     spec_info: DraftInput | VerifyInput | None = None  # speculative decoding: the drafts of this pass
     shared_prefix_len: int = 0  # leading tokens that all requests keep in the very same slots; for cascade_prefix
@@ -94,7 +96,7 @@ class ForwardBatch:
             return values[index.to(values.device)] if isinstance(values, Tensor) else [values[i] for i in requests]
 
         names = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
-        names += ("extend_prefix_lens", "extend_prefix_lens_cpu", "encoder_lens")
+        names += ("extend_prefix_lens", "extend_prefix_lens_cpu", "encoder_lens", "encoder_lens_cpu")
         picked = {name: pick(getattr(self, name)) for name in names}
         return replace(self, batch_size=len(requests), out_cache_loc=None, **picked)
 

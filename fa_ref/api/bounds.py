@@ -53,8 +53,33 @@ def decode_reach(kind: LayerKind, config: BackendConfig) -> int | None:
     return config.attention_chunk_size if kind is LayerKind.LOCAL else None
 
 
-def slots_to_write(batch: ForwardBatch, step: int, tokens: int) -> Tensor | None:
-    """The slot of each query token: out_cache_loc, or its entries of one step when it is [request, branch, step]."""
+def longest_encoder(batch: ForwardBatch, config: BackendConfig) -> int:
+    """The most encoder keys of one request: from the host copy, or without one the width of the table."""
+    if batch.encoder_lens_cpu is None:
+        return req_to_token(batch, config).shape[1]
+    return max((int(n) for n in batch.encoder_lens_cpu), default=0)
+
+
+def page_size_of(kind: LayerKind, config: BackendConfig) -> int:
+    """Tokens a page of the view that layers of this kind read: text that follows an encoder starts mid-page."""
+    return 1 if config.is_encoder_decoder and kind is not LayerKind.CROSS else config.page_size
+
+
+def key_rows(batch: ForwardBatch, kind: LayerKind, tokens: int) -> tuple[int, ...]:
+    """How many rows a layer's k may have: one a new token; a CROSS layer's one a new encoder token, or none at all."""
+    if kind is not LayerKind.CROSS:
+        return (tokens,)
+    loc = batch.encoder_out_cache_loc
+    return (0,) if loc is None else (0, loc.shape[0])
+
+
+def slots_to_write(batch: ForwardBatch, step: int, tokens: int, kind: LayerKind = LayerKind.FULL) -> Tensor | None:
+    """The slot of each new key: out_cache_loc, or its entries of one step when it is [request, branch, step].
+
+    Those of a CROSS layer are the encoder's, encoder_out_cache_loc.
+    """
+    if kind is LayerKind.CROSS:
+        return batch.encoder_out_cache_loc
     loc, steps = batch.out_cache_loc, draft_steps(batch)
     if loc is None or steps == 0 or loc.shape[0] == tokens:
         return loc

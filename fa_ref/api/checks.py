@@ -80,7 +80,7 @@ def check_batch(batch: ForwardBatch, config: BackendConfig) -> None:
     if batch.forward_mode.is_idle():
         return
     _check_numbers(batch)
-    _check_shapes(batch, config)
+    check_shapes(batch, config)
     _check_host_lengths(batch, config)
     if batch.forward_mode.is_target_verify():
         _check_custom_mask(batch, config)
@@ -136,8 +136,11 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
         )
 
 
-def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
+def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadBatch for a tensor of the batch with another type, dtype, shape or device than planning needs."""
     names = ["req_pool_indices", "seq_lens"]
+    if config.is_encoder_decoder:
+        names += ["encoder_lens"]
     if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
         names += ["extend_seq_lens"]
     device = torch.device(config.device)
@@ -155,15 +158,18 @@ def _check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     host = batch.seq_lens_cpu
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
-    loc = batch.out_cache_loc
-    if loc is not None and not isinstance(loc, Tensor):
-        raise BadBatch(f"out_cache_loc is {loc!r}; it must be a tensor, one slot a new token")
-    if loc is not None and (loc.dtype not in _INTEGERS or loc.dim() != 1):
-        raise BadBatch(
-            f"out_cache_loc is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a new token"
-        )
-    if loc is not None and loc.device.type != device.type:
-        raise BadBatch(f"out_cache_loc is on {loc.device}, the backend on {device}; move the batch there")
+    for name in ("out_cache_loc", "encoder_out_cache_loc"):
+        loc = getattr(batch, name)
+        if loc is None:
+            continue
+        if not isinstance(loc, Tensor):
+            raise BadBatch(f"{name} is {loc!r}; it must be a tensor, one slot a new token")
+        if loc.dtype not in _INTEGERS or loc.dim() != 1:
+            raise BadBatch(
+                f"{name} is {loc.dtype} of shape {tuple(loc.shape)}; it must be int32 or int64, one slot a new token"
+            )
+        if loc.device.type != device.type:
+            raise BadBatch(f"{name} is on {loc.device}, the backend on {device}; move the batch there")
 
 
 def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -223,10 +229,7 @@ def _check_ranges(batch: ForwardBatch, config: BackendConfig) -> None:
         check_slots("out_cache_loc", batch.out_cache_loc, available)
     if not rows.numel():
         return
-    if not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
-        raise BadPageTable(
-            f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
-        )
+    check_rows(batch, config)
     keys, width = batch.seq_lens + columns_of_drafts(batch), table.shape[1]
     for request, (length, count) in enumerate(zip(batch.seq_lens.tolist(), keys.tolist(), strict=True)):
         if length < 0 or count > width:
@@ -238,6 +241,15 @@ def _check_ranges(batch: ForwardBatch, config: BackendConfig) -> None:
     if wrong.numel():
         request = int(wrong[0])
         check_slots(f"request {request}", slots[request], available)
+
+
+def check_rows(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadPageTable for a row that req_to_token does not have."""
+    table, rows = req_to_token(batch, config), batch.req_pool_indices
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
+        raise BadPageTable(
+            f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
+        )
 
 
 def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -254,7 +266,7 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
     in_pages = 0 if is_tree(batch) else columns_of_drafts(batch)  # the drafts of a tree are read slot by slot
     for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
         if row > 0:  # row 0 is padding: all slot 0
-            check_pages(request, table[row, : length + in_pages], config.page_size)
+            check_pages(f"request {request}", table[row, : length + in_pages], config.page_size)
     shared = table[batch.req_pool_indices.long(), : batch.shared_prefix_len]
     if bool((shared != shared[:1]).any()):
         raise BadPageTable(
@@ -336,9 +348,11 @@ def check_layer_inputs(
     tokens: int,
     config: BackendConfig | None = None,
     sinks: Tensor | None = None,
+    key_rows: tuple[int, ...] | None = None,
 ) -> None:
     """Raise BadBatch unless q, k, v are [tokens, heads * dim] (or [tokens, heads, dim]) of this layer and config.
 
+    key_rows: the numbers of rows that k and v may have, if not q's: those of a CROSS layer are the encoder's.
     Called before anything is written, so that a refused call leaves the cache as it was.
     """
     expected = {
@@ -352,10 +366,14 @@ def check_layer_inputs(
             continue
         if not isinstance(value, Tensor):
             raise BadBatch(f"layer {layer.layer_id}: {name} is {value!r}; it must be a tensor")
-        if value.shape[:1].numel() != tokens or value.numel() != tokens * width:
+        allowed = (tokens,) if name == "q" or key_rows is None else key_rows
+        rows = value.shape[:1].numel()
+        if rows not in allowed or value.numel() != rows * width:
+            most = allowed[-1]
+            whose = "new tokens" if allowed == (tokens,) else "encoder_out_cache_loc slots for new encoder tokens"
             raise BadBatch(
-                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {tokens} new "
-                f"tokens, so {name} must be [{tokens}, {width}] or [{tokens}, heads, dim] of that size"
+                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {most} {whose}, "
+                f"so {name} must be [{most}, {width}] or [{most}, heads, dim] of that size"
             )
         if value.device.type != device or value.dtype != dtype:
             raise BadBatch(
@@ -369,6 +387,10 @@ def check_layer_inputs(
             )
     if (k is None) != (v is None):
         raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
+    if k is not None and v is not None and k.shape[:1] != v.shape[:1]:
+        raise BadBatch(
+            f"layer {layer.layer_id}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}; pass a row of each a token"
+        )
     if sinks is not None and not isinstance(sinks, Tensor):
         raise BadBatch(f"layer {layer.layer_id}: sinks is {sinks!r}; it must be a tensor, one logit a query head")
     if sinks is not None and (sinks.shape != (layer.tp_q_head_num,) or sinks.device.type != device):

@@ -34,7 +34,7 @@ class BackendConfig:
     context_len: int  # longest request, tokens
     sliding_window_size: int | None = None  # W - 1 of the model's window layers; None or -1: none
     attention_chunk_size: int | None = None  # tokens; layers with use_irope attend within a chunk
-    is_encoder_decoder: bool = False  # some layers attend to encoder keys
+    is_encoder_decoder: bool = False  # CROSS layers attend to encoder keys, which every batch counts in encoder_lens
     use_mla: bool = False  # multi-head latent attention, with an MLAKVPool
     is_hybrid_swa: bool = False  # window layers live in a second, smaller pool
     topk: int = 0  # branches of speculative decoding; 0 none

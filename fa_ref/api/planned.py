@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
-from fa_ref.api.checks import check_batch, check_step, device_checks_enabled, draft_steps, new_tokens
+from fa_ref.api.checks import check_step, device_checks_enabled, draft_steps, new_tokens
 from fa_ref.api.config import BackendConfig
+from fa_ref.api.encoder import checked_text
 from fa_ref.api.errors import BadBatch
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
@@ -33,13 +34,18 @@ def read_batch(batch: Any, config: BackendConfig, topk: int = 0, num_steps: int 
     return replace(batch, spec_info=replace(info, **missing)) if missing else batch
 
 
-def checked_batch(batch: Any, config: BackendConfig, step: int) -> ForwardBatch:
-    """A server's batch, ready to be planned. Raises BadBatch, BadPageTable or UnsupportedByProvider."""
+def checked_batch(
+    batch: Any, config: BackendConfig, step: int
+) -> tuple[ForwardBatch, tuple[ForwardBatch, BackendConfig]]:
+    """A server's batch, and what layers of its text are planned from: in a decoder-only model batch and config.
+
+    Raises BadBatch, BadPageTable or UnsupportedByProvider.
+    """
     batch = read_batch(batch, config)
     refuse_unplanned(batch)
-    check_batch(batch, config)
+    text = checked_text(batch, config)
     check_step(batch, step)
-    return batch
+    return batch, text
 
 
 def plan_of(
@@ -100,7 +106,7 @@ def _values(batch: ForwardBatch) -> dict[str, list[int]] | None:
     """With FA_CHECK=1 the values that a planned batch and the batch given to forward must share."""
     if not device_checks_enabled():
         return None
-    names = ["req_pool_indices", "seq_lens"]
+    names = ["req_pool_indices", "seq_lens", "encoder_lens"]
     if not isinstance(batch.spec_info, DraftInput):  # a server may pass the slots of one step at a time
         names.append("out_cache_loc")
     found = {name: getattr(batch, name) for name in names}

@@ -24,7 +24,7 @@ def check_slots(owner: str, slots: Tensor, available: int) -> None:
         )
 
 
-def check_pages(request: int, slots: Tensor, page_size: int, start: int = 0) -> None:
+def check_pages(owner: str, slots: Tensor, page_size: int, start: int = 0) -> None:
     """Within a page, consecutive positions (from `start`) must lie in consecutive slots, from its first slot on."""
     offset = torch.arange(slots.shape[0], device=slots.device) % page_size
     wrong = torch.nonzero(slots % page_size != offset)
@@ -33,7 +33,7 @@ def check_pages(request: int, slots: Tensor, page_size: int, start: int = 0) -> 
     if wrong.numel():
         position = int(wrong[0])
         raise BadPageTable(
-            f"request {request}: position {start + position} is in slot {int(slots[position])}, which is not offset "
+            f"{owner}: position {start + position} is in slot {int(slots[position])}, which is not offset "
             f"{position % page_size} of its page of {page_size}; allocate whole pages to a request"
         )
 
@@ -117,7 +117,7 @@ def check_window_slots(
                 f"request {request}: position {start + int(gone[0])} is not in the window pool, and a window layer "
                 f"reads its page; evict a page of {config.page_size} only when all its tokens left the window"
             )
-        check_pages(request, slots, page_size, start)
+        check_pages(f"request {request}", slots, page_size, start)
     if reads and drafts is not None:
         gone = drafts[(mapping[drafts.long()] < config.page_size) & (drafts >= config.page_size)]
         if gone.numel():

@@ -17,8 +17,6 @@ UNPLANNED_FIELDS = (
     "mha_return_lse",
     "attn_attend_prefix_cache",
     "prefix_chunk_idx",
-    "encoder_lens",
-    "encoder_out_cache_loc",
 )
 
 
@@ -56,7 +54,10 @@ def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[Laye
         planned.append(LayerKind.LOCAL)
     else:
         refused[LayerKind.LOCAL] = "config.attention_chunk_size is not set"
-    refused[LayerKind.CROSS] = "cross attention is not planned yet"
+    if config.is_encoder_decoder:
+        planned.append(LayerKind.CROSS)
+    else:
+        refused[LayerKind.CROSS] = "config.is_encoder_decoder is not set"
     return tuple(planned), refused
 
 
@@ -64,5 +65,3 @@ def refuse_unplanned_config(config: BackendConfig) -> None:
     """Raise UnsupportedByProvider for a config whose every plan would be wrong or missing."""
     if config.use_mla:
         raise UnsupportedByProvider("use_mla=True is not planned yet; supported: multi-head and grouped attention")
-    if config.is_encoder_decoder:
-        raise UnsupportedByProvider("is_encoder_decoder=True is not planned yet; supported: decoder-only models")

@@ -9,6 +9,7 @@ from fa_ref.api.bounds import cascade, shared_prefix
 from fa_ref.api.checks import new_tokens
 from fa_ref.api.planned import checked_batch, plan_of
 from fa_ref.api.support import layer_kinds
+from fa_ref.planning.cross import plan_cross
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.draft import plan_draft, plan_draft_steps
 from fa_ref.planning.extend import plan_extend
@@ -33,9 +34,12 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     >>> plan_batch(batch, config).for_kind(LayerKind.FULL)[0].pages(0)
     [2, 1]
     """
-    batch = checked_batch(batch, config, step)
-    passes = {kind: _plan_kind(batch, config, kind, step) for kind in layer_kinds(config)[0]}
-    saving = shared_prefix(batch, config)
+    batch, text = checked_batch(batch, config, step)
+    passes = {
+        kind: _plan_kind(*((batch, config) if kind is LayerKind.CROSS else text), kind, step)
+        for kind in layer_kinds(config)[0]
+    }
+    saving = shared_prefix(*text)
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
@@ -45,8 +49,12 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
     """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
-    batch = checked_batch(batch, config, steps - 1)
-    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in layer_kinds(config)[0]}
+    batch, text = checked_batch(batch, config, steps - 1)
+    by_kind: dict[LayerKind, list[tuple[AttentionPass | TreePass, ...]]] = {
+        kind: plan_draft_steps(*text, kind, steps) for kind in layer_kinds(config)[0] if kind is not LayerKind.CROSS
+    }
+    if config.is_encoder_decoder:
+        by_kind[LayerKind.CROSS] = [plan_cross(batch, config)] * steps  # the same encoder keys at every step
     passes = [{kind: plans[step] for kind, plans in by_kind.items()} for step in range(steps)]
     return [plan_of(batch, config, found) for found in passes]
 
@@ -57,6 +65,8 @@ def _plan_kind(
     mode = batch.forward_mode
     if mode.is_idle():
         return ()
+    if kind is LayerKind.CROSS:
+        return plan_cross(batch, config)
     if mode.is_target_verify():
         return plan_verify(batch, config, kind)
     if mode.is_decode():

@@ -5,6 +5,7 @@ MIXED is not a case of its own: a decoding request is one that extends by a sing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,9 +19,12 @@ from fa_ref.planning.ragged import cu_seqlens
 
 def plan_extend(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
     """One pass over all requests; in deterministic mode one for single tokens and one for the rest."""
-    if config.deterministic:
-        return _plan_apart(batch, config, kind)
-    return (_one_pass(batch, config, kind),)
+    if not config.deterministic:
+        return (_one_pass(batch, config, kind),)
+    bound = config.context_len
+    if kind is LayerKind.LOCAL:
+        bound = min(bound, config.attention_chunk_size or bound)
+    return singles_apart(batch, bound, lambda part: _one_pass(part, config, kind))
 
 
 def _one_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> AttentionPass:
@@ -44,8 +48,12 @@ def _one_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> At
     return local_pass(whole, config.attention_chunk_size)
 
 
-def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> tuple[AttentionPass, ...]:
+def singles_apart(
+    batch: ForwardBatch, bound: int, one_pass: Callable[[ForwardBatch], AttentionPass]
+) -> tuple[AttentionPass, ...]:
     """Single-token requests and longer ones in passes of their own, with bounds that no neighbour changes.
+
+    bound: the most query tokens of any request, ever. one_pass: plans a part of the batch.
 
     A kernel picks its tiles by max_seqlen_q, so a decode row that shares a call with a prefill is rounded
     differently than in a call of decodes. Here it never shares one.
@@ -55,11 +63,8 @@ def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
     single = [i for i, n in enumerate(lens) if n == 1]
     longer = [i for i, n in enumerate(lens) if n > 1]
     passes = []
-    for requests, bound in ((single, 1), (longer, config.context_len)):
+    for requests, most in ((single, 1), (longer, bound)):
         if requests:
-            part = batch.subset(requests)
-            rows = batch.token_rows(requests)
-            step = _one_pass(part, config, kind)
-            bound = min(bound, config.attention_chunk_size or bound) if kind is LayerKind.LOCAL else bound
-            passes.append(replace(step, token_index=rows, max_seqlen_q=bound, keys_are_new=False))
+            step, rows = one_pass(batch.subset(requests)), batch.token_rows(requests)
+            passes.append(replace(step, token_index=rows, max_seqlen_q=most, keys_are_new=False))
     return tuple(passes)

@@ -62,8 +62,8 @@ def slot_rows(source: Any, names: Sequence[str] | None = None) -> dict[str, list
 
 
 def _rows_of_batch(case: Any) -> Iterable[Any]:
-    """The rows of req_to_token that a case's batch uses, each as long as its request."""
+    """The rows of req_to_token that a case's batch uses: of each request the text, without an encoder before it."""
     pool = case.batch.req_to_token_pool or case.config.req_to_token_pool
-    lens = ints(case.batch.seq_lens)
-    rows = ints(case.batch.req_pool_indices)
-    return [pool.req_to_token[row, :length] for row, length in zip(rows, lens, strict=True)]
+    lens, rows = ints(case.batch.seq_lens), ints(case.batch.req_pool_indices)
+    starts = [0] * len(rows) if case.batch.encoder_lens is None else ints(case.batch.encoder_lens)
+    return [pool.req_to_token[row, s : s + n] for row, s, n in zip(rows, starts, lens, strict=True)]

@@ -19,7 +19,8 @@ from tests.support import FP8, PAGE_SIZES, plans, sized, verdicts
 
 MODES = (ForwardMode.EXTEND, ForwardMode.SPLIT_PREFILL, ForwardMode.MIXED, ForwardMode.DECODE)
 SPECULATION = ("draft-decode", "verify-chain", "verify-tree", "draft-extend", "cascade")
-KINDS_OF_CASES = len(MODES) + len(SPECULATION)
+WITH_ENCODER = (*(mode.name.lower() for mode in MODES), *SPECULATION)
+KINDS_OF_CASES = len(MODES) + len(SPECULATION) + len(WITH_ENCODER)
 CASES_A_MODE = max(75, settings().max_examples // KINDS_OF_CASES)
 CASES_A_DRAFT = max(40, settings().max_examples // KINDS_OF_CASES)
 LONGEST = 300  # keys a request
@@ -113,6 +114,25 @@ def speculative(draw: st.DrawFn, name: str) -> tuple[ForwardMode, dict[str, Any]
     return mode, drawn | dict(context_len=drawn["context_len"] + drafts)
 
 
+@st.composite
+def encoder_decoder(draw: st.DrawFn, name: str) -> tuple[ForwardMode, dict[str, Any]]:
+    """Any of the cases above behind encoders of any length, encoded in this step or before."""
+    if name in SPECULATION:
+        mode, drawn = draw(speculative(name))
+    else:
+        mode = ForwardMode[name.upper()]
+        drawn = draw(arguments(mode))
+    count = len(drawn["prefix_lens"])
+    encoder_lens = draw(st.lists(around(drawn["page_size"], 2 * drawn["page_size"]), min_size=count, max_size=count))
+    kind = draw(st.sampled_from([LayerKind.CROSS, LayerKind.CROSS, LayerKind.FULL, LayerKind.LOCAL]))
+    return mode, drawn | dict(
+        kind=kind,
+        encoder_lens=encoder_lens,
+        encode=draw(st.lists(st.booleans(), min_size=count, max_size=count)),
+        context_len=drawn["context_len"] + max(encoder_lens),
+    )
+
+
 def check(mode: ForwardMode, arguments: dict[str, Any]) -> None:
     case = make_case(mode, **arguments)
     planned = plans(case)
@@ -136,12 +156,30 @@ def test_random_drafts_agree(name, data):
     check(mode, drawn)
 
 
+@pytest.mark.parametrize("name", WITH_ENCODER)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_encoder_decoder_batches_agree(name, data):
+    mode, drawn = data.draw(encoder_decoder(name), label="mode, arguments")
+    check(mode, drawn)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPECULATION)
 @settings(max_examples=CASES_A_DRAFT)
 @given(data=st.data())
 def test_random_drafts_agree_on_a_gpu(name, data):
     mode, drawn = data.draw(speculative(name), label="mode, arguments")
+    head_dim = data.draw(st.sampled_from([64, 96, 128, 192, 256]), label="head_dim")
+    check(mode, sized("cuda", **drawn | dict(head_dim=head_dim, v_head_dim=None, kv_dtype=None)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WITH_ENCODER)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_encoder_decoder_batches_agree_on_a_gpu(name, data):
+    mode, drawn = data.draw(encoder_decoder(name), label="mode, arguments")
     head_dim = data.draw(st.sampled_from([64, 96, 128, 192, 256]), label="head_dim")
     check(mode, sized("cuda", **drawn | dict(head_dim=head_dim, v_head_dim=None, kv_dtype=None)))
 
