@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hf.ours import SCHEDULES, verdicts
-from tests.hf.theirs import Recorded, record, tiny
+from tests.hf.theirs import Recorded, assert_only_rounding, record, tiny
 from tests.support import ROUTES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -94,6 +94,13 @@ def test_the_models_have_the_layers_and_features_they_are_here_for(name):
     assert all((x.layer.logit_cap > 0) == ("softcap" in family.uses) for x in layers)
     assert all((x.sinks is not None) == ("sinks" in family.uses) for x in layers)
     assert all((x.layer.scaling != x.layer.head_dim**-0.5) == ("own scale" in family.uses) for x in layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_their_fp32_is_their_fp64_but_for_rounding(name):
+    """The budget is derived from their difference: were it large, anything would pass."""
+    for layer in recorded(name):
+        assert_only_rounding(layer)
 
 
 @pytest.mark.parametrize("route", ROUTES)

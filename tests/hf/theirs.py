@@ -105,3 +105,10 @@ def as_recorded(config: Any, layer_id: int, requests: list[list[dict[str, Any]]]
         use_irope=kind == "chunked_attention",
     )
     return Recorded(layer=layer, sinks=given.get("s_aux"), **tensors)
+
+
+def assert_only_rounding(recorded: Recorded) -> None:
+    """Their outputs in fp32 and fp64 differ by a few units in the last place of the largest."""
+    out, fine = torch.cat(recorded.out), torch.cat(recorded.fine)
+    assert (out.dtype, fine.dtype) == (torch.float32, torch.float64)
+    assert 0 < (out - fine).abs().max() < 16 * torch.finfo(torch.float32).eps * fine.abs().max()
