@@ -28,7 +28,8 @@ from fa_ref.api import (
     window_left,
 )
 from fa_ref.api.bounds import slots_to_write
-from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_planned, check_window
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
+from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 
@@ -89,7 +90,7 @@ class FlashAttentionBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
         self._plan = None  # a refused batch leaves no plan behind
-        batch = ForwardBatch.of(forward_batch)
+        batch = self._batch(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
@@ -135,9 +136,9 @@ class FlashAttentionBackend:
 
         k and v None: attend to the cache as it is.
         """
-        plan = self.forward_metadata
-        check_planned(plan, forward_batch)
-        pool = getattr(forward_batch, "token_to_kv_pool", None) or self.config.token_to_kv_pool
+        plan, batch = self.forward_metadata, self._batch(forward_batch)
+        check_planned(plan, batch)
+        pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         server_layer = layer
         layer, geometry = self._layer(server_layer, pool, sinks)
         check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
@@ -148,7 +149,7 @@ class FlashAttentionBackend:
             k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
             v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
             if save_kv_cache:
-                loc = slots_to_write(ForwardBatch.of(forward_batch), self.speculative_step_id, plan.num_tokens)
+                loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens)
                 write_kv(pool, server_layer, loc, k, v)
         queries = q.reshape(-1, geometry.heads, geometry.head_dim)
         if queries.shape[0] == 0 or not passes:
@@ -181,6 +182,10 @@ class FlashAttentionBackend:
 
     def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         self.init_cuda_graph_state(0)
+
+    def _batch(self, batch: Any) -> ForwardBatch:
+        """A server's batch; a draft must be the one that this backend was built for."""
+        return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
 
     def _layer(self, layer: Any, pool: Any, sinks: Tensor | None) -> tuple[AttentionLayer, _Geometry]:
         """The layer with its geometry, checked against pool and provider the first time these values are seen."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fa_ref.api import BadBatch, MHAKVPool, SWAKVPool
+from fa_ref.api.checks import check_loc
 from fa_ref.api.pools import FP8, head_scale
 
 
@@ -20,6 +21,7 @@ def write_kv(pool: Any, layer: Any, loc: Tensor | None, k: Tensor, v: Tensor) ->
     if loc is None:
         raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
     k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+    check_loc(loc, k.shape[0])
     if not (k.is_cuda and isinstance(pool, MHAKVPool | SWAKVPool)):
         pool.set_kv_buffer(layer, loc.long(), k, v, k_scale, v_scale)
         return

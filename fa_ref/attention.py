@@ -52,7 +52,7 @@ def attend(
     """Masked softmax over the keys, and what it weighs: the last steps of every attention here.
 
     A sink is one more logit a head that joins the denominator and carries no value.
-    Values that no query may see are never multiplied, so a NaN in an unused slot stays there.
+    A value that a query may not see does not reach it, not even NaN or an infinity, whoever else sees it.
     The softmax runs in fp32 or wider, whatever the dtype of the products.
     """
     masked = wide(logits).masked_fill(~mask, -torch.inf)
@@ -61,9 +61,11 @@ def attend(
         lse = torch.logaddexp(lse, rearrange(sinks.to(lse), "h -> h 1"))
     weights = torch.exp(masked - rearrange(lse, "h q -> h q 1"))
     weights = weights.masked_fill(~mask, 0.0)  # also where lse is -inf: exp(-inf + inf) is NaN
-    seen = rearrange(mask.any(dim=0), "k -> k 1 1")
-    values = repeat(torch.where(seen, v, 0), "k kv d -> k (kv group) d", group=logits.shape[0] // v.shape[1])
-    out = einsum(weights.to(v.dtype), values, "h q k, k h d -> q h d")
+    values = repeat(v, "k kv d -> k (kv group) d", group=logits.shape[0] // v.shape[1])
+    finite = values.isfinite()
+    out = einsum(weights.to(v.dtype), torch.where(finite, values, 0), "h q k, k h d -> q h d")
+    for key in torch.nonzero(~finite.flatten(1).all(dim=1)).flatten().tolist():
+        out[mask[:, key]] += torch.where(finite[key], 0, values[key])  # NaN and +-inf, to the queries that see them
     return AttentionState(out, rearrange(lse, "h q -> q h"))
 
 

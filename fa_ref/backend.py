@@ -26,7 +26,8 @@ from fa_ref.api import (
     window_left,
 )
 from fa_ref.api.bounds import slots_to_write
-from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_planned, check_window
+from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
+from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, attention, merge, wide
@@ -76,7 +77,7 @@ class FlashAttentionBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
         self._plan = None  # a refused batch leaves no plan behind
-        batch = ForwardBatch.of(forward_batch)
+        batch = self._batch(forward_batch)
         if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
             raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
@@ -118,8 +119,8 @@ class FlashAttentionBackend:
 
         k and v None: attend to the cache as it is.
         """
-        plan, batch = self.forward_metadata, ForwardBatch.of(forward_batch)
-        check_planned(plan, forward_batch)
+        plan, batch = self.forward_metadata, self._batch(forward_batch)
+        check_planned(plan, batch)
         server_layer, layer = layer, AttentionLayer.of(layer)
         check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
         check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks)
@@ -177,6 +178,10 @@ class FlashAttentionBackend:
 
     def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         self.init_cuda_graph_state(0)
+
+    def _batch(self, batch: Any) -> ForwardBatch:
+        """A server's batch; a draft must be the one that this backend was built for."""
+        return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
 
     def _write_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
         loc = slots_to_write(batch, self.speculative_step_id, self.forward_metadata.num_tokens)

@@ -25,7 +25,7 @@ from fa_ref.api import (
     SWAKVPool,
     VerifyInput,
 )
-from fa_ref.api.checks import req_to_token
+from fa_ref.api.checks import columns_of_drafts, draft_steps, is_tree, req_to_token
 from fa_ref.api.pools import FP8
 from fa_ref.attention import AttentionState
 from fa_ref.numerics import Verdict, judge
@@ -70,8 +70,15 @@ class Case:
         """
         shape = (-1, self.layer.tp_q_head_num, self.layer.v_head_dim)
         finer = torch.float32 if self.q.dtype.itemsize < 4 else torch.float64
-        oracle, plain = self.oracle(finer).out, self.oracle(self.q.dtype).out
-        return judge(result.reshape(shape), oracle, plain, self.q.dtype)
+        oracle, plain = self.oracle(finer), self.oracle(self.q.dtype)
+        lse = oracle.lse if self.merges else None
+        return judge(result.reshape(shape), oracle.out, plain.out, self.q.dtype, lse)
+
+    @property
+    def merges(self) -> bool:
+        """True if the result is merged from two passes: a tree or branches behind their prefix, or a cascade."""
+        branches = draft_steps(self.batch) > 0 and columns_of_drafts(self.batch) == 0
+        return branches or is_tree(self.batch) or self.config.cascade_prefix
 
     def replace_config(self, **changes: Any) -> Case:
         return replace(self, config=replace(self.config, **changes))

@@ -16,6 +16,7 @@ from torch import Tensor
 from fa_ref.api import (
     AttentionLayer,
     BackendConfig,
+    BadBatch,
     DraftInput,
     ForwardBatch,
     LayerKind,
@@ -107,6 +108,11 @@ def _draft(
         yield _plain(row, prefix + step + 1, 1, start)
         return
     assert batch.out_cache_loc is not None
+    if batch.out_cache_loc.shape[0] != batch.batch_size * info.topk * info.num_steps:
+        raise BadBatch(
+            f"out_cache_loc has {batch.out_cache_loc.shape[0]} slots; the masks of branches need those of all steps, "
+            f"[{batch.batch_size} requests, {info.topk} branches, {info.num_steps} steps]"
+        )
     paths = rearrange(batch.out_cache_loc, "(r b s) -> r b s", b=info.topk, s=info.num_steps)
     for branch, path in enumerate(paths[request].long()):
         slots = torch.cat([row[:prefix], path[: step + 1]])

@@ -99,6 +99,23 @@ def test_nan_in_keys_and_values_that_nobody_sees_stays_there():
     assert close(attention(q, k, v, mask, softmax_scale=0.3, logit_cap=2.0), clean, 0.0)
 
 
+def test_a_bad_value_reaches_exactly_the_queries_that_see_it():
+    """Number by number: an infinity stays one, two of different signs are NaN, and what is hidden changes no bit."""
+    q, k, v = problem()
+    mask = everything_visible(3, 7)
+    mask[0, 2] = mask[1, 5] = False  # query 2 sees both keys
+    clean = attention(q, k, v, mask, softmax_scale=0.3)
+    v[2, 0, 0], v[2, 0, 1], v[5, 0, 1], v[5, 0, 2] = torch.inf, torch.inf, -torch.inf, torch.nan
+    state = attention(q, k, v, mask, softmax_scale=0.3)
+    expected = clean.out.clone()
+    heads = slice(0, q.shape[1] // k.shape[1])
+    expected[0, heads, 1], expected[0, heads, 2] = -torch.inf, torch.nan
+    expected[1, heads, 0], expected[1, heads, 1] = torch.inf, torch.inf
+    expected[2, heads, 0], expected[2, heads, 1], expected[2, heads, 2] = torch.inf, torch.nan, torch.nan
+    torch.testing.assert_close(state.out, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(state.lse, clean.lse)
+
+
 # ---- merge ------------------------------------------------------------------------------------------------
 
 

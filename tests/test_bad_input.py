@@ -355,9 +355,9 @@ DRAFTS: dict[str, tuple[dict[str, Any], Callable[[Case], Case], str]] = {
         lambda case: with_spec(case, custom_mask=to_meta(case.batch.spec_info.custom_mask)),
         "custom_mask is on meta",
     ),
-    "no-drafts": (dict(draft_token_num=2), lambda case: with_spec(case, draft_token_num=0), "draft_token_num=0"),
-    "no-branches": (dict(topk=2, num_steps=2), lambda case: with_spec(case, topk=0), "topk=0, num_steps=2"),
-    "no-steps": (dict(topk=2, num_steps=2), lambda case: with_spec(case, num_steps=0), "topk=2, num_steps=0"),
+    "no-drafts": (dict(draft_token_num=2), lambda case: with_spec(case, draft_token_num=0), "draft_token_num is 0"),
+    "no-branches": (dict(topk=2, num_steps=2), lambda case: with_spec(case, topk=0), "spec_info.topk is 0"),
+    "no-steps": (dict(topk=2, num_steps=2), lambda case: with_spec(case, num_steps=0), "spec_info.num_steps is 0"),
     "step-past-the-last": (
         dict(topk=2, num_steps=2),
         lambda case: replace(case, step=2),

@@ -19,6 +19,7 @@ from fa_ref import AttentionPass, FaError, ForwardMode, LayerKind
 from fa_ref.attention import attend, scores, softcap
 from fa_ref.cases import Case, make_case
 from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window
+from fa_ref.numerics import judge
 from tests.support import FP8, PACKAGES, agrees, meaning, planned_routes, run, with_layer
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -360,7 +361,7 @@ TREE_WAYS = pytest.mark.parametrize("way", ["fused", "expand"])
 
 def tree_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
     """A tree, a chain and a star to verify, each deeper or wider than the window."""
-    return problem(VERIFY, kind=kind, trees=FOREST, **(dict(window=2, heads=4, kv_heads=2) | arguments))
+    return problem(VERIFY, kind=kind, **(dict(trees=FOREST, window=2, heads=4, kv_heads=2) | arguments))
 
 
 def draft_problem(kind: LayerKind = FULL, **arguments: Any) -> Case:
@@ -554,6 +555,53 @@ def test_a_base_2_lse_of_a_prefix_is_noticed(mode, way, route, monkeypatch):
     assert notices(case, route)
 
 
+def spreading(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tree attention that weighs the hidden values by zero: 0 x NaN reaches every query of the request."""
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, mask: Tensor, **named: Any) -> Tensor:
+        leak = (v[slots.long()] * 0).sum(dim=(1, 2)).repeat_interleave(mask.shape[1], dim=0)
+        return right(q, k, v, slots, mask, **named) + leak[:, None]
+
+    return broken
+
+
+def dropping(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tree attention that takes a bad value for 0, also for those who see it."""
+    return lambda q, k, v, *rest, **named: right(q, k, v.nan_to_num(0.0), *rest, **named)
+
+
+def as_attention(change: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    """The same changes to the reference's attention of one request."""
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **named: Any) -> Any:
+        changed = change(lambda q, k, v, slots, mask: right(q, k, v, mask[0], **named).out)
+        out = changed(q, k, v, torch.arange(len(k))[None], mask[None])
+        return right(q, k, v, mask, **named)._replace(out=out)
+
+    return broken
+
+
+@planned_routes
+@pytest.mark.parametrize("mode", ["verify", "draft"])
+@pytest.mark.parametrize("change", [spreading, dropping])
+def test_nan_that_reaches_a_hidden_branch_or_nobody_is_noticed(change, mode, route, monkeypatch):
+    case = (tree_problem if mode == "verify" else draft_problem)()
+    case.v.view(3, -1, case.v.shape[1])[:, 1] = math.nan  # draft 1 of each tree, branch 1
+
+    def lost() -> Tensor:
+        return run(case, route).isnan().any(dim=-1)
+
+    expected = run(case, "masks").isnan().any(dim=-1)
+    assert 0 < expected.sum() < len(expected)
+    assert torch.equal(lost(), expected)
+    if route == "passes":
+        monkeypatch.setattr(fa_ref.backend, "attention", as_attention(change, fa_ref.backend.attention))
+    else:
+        kernels = fa_fast.FlashAttentionBackend(case.config).kernels
+        monkeypatch.setattr(kernels, "tree_attention", change(kernels.tree_attention))
+    assert not torch.equal(lost(), expected)
+
+
 # ---- the judge itself -------------------------------------------------------------------------------------------
 
 
@@ -569,3 +617,35 @@ def test_the_judge_refuses_nan_infinity_zeros_and_a_small_bias(dtype):
     assert not case.judge(spoiled).ok
     assert not case.judge(torch.zeros_like(out)).ok
     assert not case.judge(out + 0.05).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_merge_may_round_its_outputs_and_logarithms_once_more(dtype):
+    oracle = torch.tensor([[3.0, -4.0], [1.0, 0.0]], dtype=torch.float64)
+    lse = torch.tensor([-7.0, -torch.inf], dtype=torch.float64)
+    alone, merged = judge(oracle, oracle, oracle, dtype), judge(oracle, oracle, oracle, dtype, lse)
+    eps = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    assert math.isclose(merged.budget - alone.budget, (1 + 7) * eps * 4, rel_tol=1e-6)
+    assert dtype is not torch.bfloat16 or merged.budget < 1.0001 * alone.budget
+    empty = judge(oracle, oracle, oracle, dtype, torch.full_like(lse, -torch.inf))
+    assert empty.budget < merged.budget
+
+
+def test_only_what_is_merged_gets_the_allowance_of_a_merge():
+    assert all(case.merges for case in (tree_problem(), draft_problem(), problem(DECODE, shared_prefix=9)))
+    chain = problem(VERIFY, draft_token_num=3)
+    assert not any(case.merges for case in (problem(), problem(DECODE), chain, draft_problem(topk=1)))
+
+
+@planned_routes
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("make", ["tree", "draft", "cascade"])
+def test_merged_passes_in_fp32_stay_within_the_budget(make, seed, route):
+    """Few heads over long prefixes, with softcap and sinks: where plain runs round least and logarithms are large."""
+    given = dict(prefix_lens=(130, 299), heads=1, kv_heads=1, head_dim=8, softcap=30.0, sinks=True, seed=seed)
+    if make == "cascade":
+        case = problem(DECODE, shared_prefix=48, **given)
+    else:
+        changes = dict(trees=FOREST[:2]) if make == "tree" else {}
+        case = (tree_problem if make == "tree" else draft_problem)(**(given | changes))
+    assert case.judge(run(case, route)).ok

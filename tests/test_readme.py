@@ -45,6 +45,10 @@ def test_the_code_runs_and_gives_back_what_it_took():
     names = run()
     assert names["prompt_out"].shape == (20, 32 * 128)
     assert names["token_out"].shape == (1, 32 * 128)
+    assert names["verify_out"].shape == (4, 32 * 128)
+    assert (names["new_tokens"].tolist(), names["seq_lens"].tolist()) == ([8, 4], [23])
+    for keys in names["kv"].k_buffer:  # draft 2 was written to slot 39 and moved to the one behind the root
+        assert keys[39].any() and torch.equal(keys[38], keys[39])
     assert names["rows"].available_size() == names["rows"].size
     plan = names["backend"].forward_metadata
     assert set(plan.passes) == {LayerKind.FULL, LayerKind.SLIDING}
@@ -57,6 +61,7 @@ def test_its_decode_is_right(package):
     torch.manual_seed(1)
     q = torch.randn(1, 32, 128, dtype=torch.bfloat16)
     layer, batch, config, backend = (names[name] for name in ("layers", "token", "config", "backend"))
+    backend.init_forward_metadata(batch)
     out = backend.forward(q.flatten(1), None, None, layer[-1], batch).reshape(1, 32, 128)
     exact, plain = (
         masked_attention(q, batch, layer[-1], config, compute_dtype=dtype).out
@@ -69,7 +74,7 @@ def test_its_decode_is_right(package):
 
 def test_both_packages_give_the_same():
     fast, ref = run("fa_fast"), run("fa_ref")
-    for name in ("prompt_out", "token_out"):
+    for name in ("prompt_out", "token_out", "verify_out"):
         torch.testing.assert_close(fast[name], ref[name], atol=2e-2, rtol=2e-2)
 
 

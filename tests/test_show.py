@@ -361,6 +361,11 @@ def test_a_tree_pass_shows_the_slots_each_draft_sees():
     ]
 
 
+def test_a_tree_pass_pales_the_slots_that_a_draft_does_not_see():
+    faint = re.findall(r'<g opacity=".4">(.*?)</g>', show.plan(drafts())._repr_svg_())
+    assert [re.findall(r">(\d+)<", texts) for texts in faint] == [["21", "22", "22", "21", "13", "14", "14", "13"]]
+
+
 def test_with_the_batch_pieces_of_a_request_carry_its_name():
     local = repr(show.plan(planned(local_case()), batch=local_case())).split("LOCAL")[1]
     assert re.findall(r"(rows? \S+) +-> (\w)", local) == [
@@ -382,6 +387,17 @@ def test_passes_over_some_rows_name_those_rows():
     ]
 
 
+def test_a_row_that_several_requests_read_is_grey_and_a_row_that_nobody_reads_is_left_out():
+    case = make_case(ForwardMode.DECODE, prefix_lens=(11, 8, 14), shared_prefix=8)
+    shared = planned(case).passes[LayerKind.FULL][0]
+    picture = show.plan(shared, batch=case)
+    assert [line.split(" [")[0] for line in lines(picture)[1:]] == ["rows 0:3 -> A+B+C"]
+    svg = picture._repr_svg_()
+    assert ">0 keys<" not in svg and ">B<" not in svg  # the rows of B and C, which this pass does not read
+    assert len(re.findall(r"(?<=>)8 keys", svg)) == 1
+    assert not [colour for colour in COLOURS if colour in svg]
+
+
 def test_a_tree_shows_depth_and_the_ancestor_mask():
     tree = show.tree(PARENTS[:5], ["the", "cat", "dog", "sat", "ran"])
     assert lines(tree) == [
@@ -391,6 +407,14 @@ def test_a_tree_shows_depth_and_the_ancestor_mask():
         "d3    +-sat d1  # # . # .",
         "d4    +-ran d1  # # . . #",
     ]
+
+
+def test_a_tree_sets_off_the_nodes_and_edges_of_a_path():
+    plain, marked = (show.tree(PARENTS[:5], path=path) for path in ((), (0, 1, 3)))
+    assert [line.split()[0] for line in lines(marked)] == ["d0*", "d1*", "d2", "d3*", "d4"]
+    edges, rings = re.findall(r'<path d="([^"]+)"[^>]*stroke-width="3"', marked._repr_svg_())
+    assert (edges.count("C"), rings.count("M")) == (2, 3)
+    assert 'stroke-width="3"' not in plain._repr_svg_()
 
 
 def test_two_trees_with_equal_masks_of_tokens_but_other_parents_differ():
@@ -460,6 +484,7 @@ def test_source_of_a_class_cuts_every_docstring():
         (lambda: show.virtual_batches(6, [0, 1], [1], TABLE, 4), BadConfig, "multiple of"),
         (lambda: show.tree([0]), BadBatch, "parent 0"),
         (lambda: show.tree([-1], ["a", "b"]), BadBatch, "2 tokens for 1 nodes"),
+        (lambda: show.tree([-1], path=[0, 1]), BadBatch, "a tree of 1 nodes"),
         (lambda: show.bars(["a"], [-1]), BadBatch, "at least 0"),
         (lambda: show.bars(["a"], [1, 2]), BadBatch, "1 labels"),
         (lambda: show.page_table([[1]], names=["A", "B"]), BadBatch, "2 names for 1 rows"),

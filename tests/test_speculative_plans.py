@@ -481,79 +481,114 @@ def test_every_query_sees_its_own_path_and_nothing_else(shape, page_size, hybrid
 # ---- isolation --------------------------------------------------------------------------------------------------
 
 
+BAD = (math.nan, math.inf)
+CACHES = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["cache", "fp8-cache"])
+
+
 def poisoned(case: Case, hidden: Tensor, value: float) -> Case:
-    """NaN for the keys and `value` for the values of some drafts, in the cache and among the new ones.
+    """`value` for the keys and values of some drafts, in the cache and among the new ones.
 
     hidden: bool, one entry a slot of out_cache_loc.
     """
-    pool, loc = case.config.token_to_kv_pool, case.batch.out_cache_loc
-    slots = pool.write_slots(case.layer, loc[hidden])
+    pool, slots = case.config.token_to_kv_pool, case.batch.out_cache_loc[hidden]
     new = hidden.view(len(case.q), -1)[:, case.step if isinstance(case.batch.spec_info, DraftInput) else 0]
     k, v = case.k.clone(), case.v.clone()
-    for buffer, fresh, bad in zip(pool.get_kv_buffer(0), (k, v), (torch.nan, value), strict=True):
-        buffer[slots] = bad
-        fresh[new] = bad
+    k[new], v[new] = value, value
+    stored = (fresh.new_full((len(slots), case.layer.tp_k_head_num, case.layer.head_dim), value) for fresh in (k, v))
+    pool.set_kv_buffer(case.layer, slots, *stored)
     return replace(case, k=k, v=v)
-
-
-def hidden_values(case: Case, route: str) -> float:
-    """NaN where a query's hidden values are never read. A dense product weighs them by zero, which leaves NaN as it is;
-    there the largest number stands in, which a weight of zero must silence."""
-    drafting = case.batch.forward_mode.is_decode()
-    unread = drafting if route == "masks" else case.config.tree_attention == "expand"
-    return torch.nan if unread else torch.finfo(case.q.dtype).max
 
 
 @every_route
 @TREE_WAYS
 @KINDS
 @POOLS
-@pytest.mark.parametrize("topk", [2, 4])
-def test_a_branch_is_not_touched_by_the_others(topk, hybrid, kind, tree_attention, route, device):
+@CACHES
+@pytest.mark.parametrize("topk", [2, 3, 4])
+def test_a_branch_is_not_touched_by_the_others(topk, kv_dtype, hybrid, kind, tree_attention, route, device):
+    def problem() -> Case:
+        return case_on(
+            device, DECODE, topk=topk, num_steps=3, step=2, kind=kind, hybrid=hybrid, heads=4, kv_heads=2,
+            tree_attention=tree_attention, kv_dtype=kv_dtype,
+        )  # fmt: skip
+
+    right = run(problem(), route).view(3, topk, -1)
     for branch in range(topk):
+        for value in BAD:
+            case = problem()
+            hidden = (torch.arange(topk) != branch).repeat(3)[:, None].expand(-1, 3).flatten().to(case.q.device)
+            out = run(poisoned(case, hidden, value), route).view(3, topk, -1)
+            assert torch.equal(out[:, branch], right[:, branch])
 
-        def problem() -> Case:
-            return case_on(
-                device, DECODE, topk=topk, num_steps=3, step=2, kind=kind, hybrid=hybrid, heads=4, kv_heads=2,
-                tree_attention=tree_attention,
-            )  # fmt: skip
 
-        right = run(problem(), route).view(3, topk, -1)[:, branch]
-        case = problem()
-        hidden = (torch.arange(topk) != branch).repeat(3)[:, None].expand(-1, 3).flatten().to(case.q.device)
-        bad = poisoned(case, hidden, hidden_values(case, route))
-        assert torch.equal(run(bad, route).view(3, topk, -1)[:, branch], right)
+def forest(device: str, **more: Any) -> Case:
+    """Trees of seven drafts to verify, behind prefixes that end inside a page, with one, and that are empty."""
+    given: dict[str, Any] = dict(prefix_lens=(7, 8, 0, 13), trees=TREES, chunk=8, heads=4, kv_heads=2)
+    return case_on(device, VERIFY, **given | more)
 
 
 @every_route
 @TREE_WAYS
 @KINDS
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_a_draft_is_touched_by_its_ancestors_and_no_other_draft(page_size, kind, tree_attention, route, device):
+@CACHES
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_a_draft_is_touched_by_its_ancestors_and_no_other_draft(
+    page_size, kv_dtype, kind, tree_attention, route, device
+):
     """Every draft in turn: all drafts that are not its ancestors hold poison, in all requests at once."""
-
-    def problem() -> Case:
-        return case_on(
-            device, VERIFY, prefix_lens=(7, 8, 0, 13), trees=TREES, page_size=page_size, kind=kind, chunk=8,
-            heads=4, kv_heads=2, tree_attention=tree_attention,
-        )  # fmt: skip
-
-    right = run(problem(), route).view(4, 7, -1)
+    shape = dict(
+        page_size=page_size, chunk=max(8, page_size), kind=kind, tree_attention=tree_attention, kv_dtype=kv_dtype
+    )
+    right = run(forest(device, **shape), route).view(4, 7, -1)
     ancestors = build_tree(TREES).ancestors
     for draft in range(7):
-        case = problem()
-        hidden = ~ancestors[:, draft].flatten().to(case.q.device)
-        bad = poisoned(case, hidden, hidden_values(case, route))
-        assert torch.equal(run(bad, route).view(4, 7, -1)[:, draft], right[:, draft])
+        for value in BAD:
+            case = forest(device, **shape)
+            hidden = ~ancestors[:, draft].flatten().to(case.q.device)
+            out = run(poisoned(case, hidden, value), route).view(4, 7, -1)
+            assert torch.equal(out[:, draft], right[:, draft])
 
 
 @every_route
-def test_poison_on_the_own_path_is_noticed(route):
-    case = make_case(DECODE, topk=2, num_steps=3, step=2)
-    hidden = torch.zeros(3, 2, 3, dtype=torch.bool)
+@TREE_WAYS
+def test_poison_on_the_own_path_is_noticed(tree_attention, route, device):
+    case = case_on(device, DECODE, topk=2, num_steps=3, step=2, tree_attention=tree_attention)
+    hidden = torch.zeros(3, 2, 3, dtype=torch.bool, device=case.q.device)
     hidden[:, 0, 0] = True  # the first step of branch 0
-    out = run(poisoned(case, hidden.flatten(), torch.nan), route).view(3, 2, -1)
+    out = run(poisoned(case, hidden.flatten(), math.nan), route).view(3, 2, -1)
     assert out[:, 0].isnan().all()
+    assert out[:, 1].isfinite().all()
+
+
+@every_route
+@TREE_WAYS
+@pytest.mark.parametrize(
+    ("kv_dtype", "value"), [(None, math.nan), (None, math.inf), (None, -math.inf), (FP8, math.nan)], ids=str
+)
+def test_one_bad_number_in_a_value_is_hidden_from_no_query_that_sees_it(
+    kv_dtype, value, tree_attention, route, device
+):
+    """Every draft in turn holds one, in the last number of key head 1, in all requests. Heads 2 and 3 share it."""
+    shape = dict(tree_attention=tree_attention, kv_dtype=kv_dtype)
+    right = run(forest(device, **shape), route).view(4, 7, 4, -1)
+    ancestors = build_tree(TREES).ancestors
+    for draft in range(7):
+        case = forest(device, **shape)
+        v = case.v.view(4, 7, 2, -1).clone()
+        v[:, draft, 1, -1] = value
+        out = run(replace(case, v=v.flatten(2).flatten(0, 1)), route).view(4, 7, 4, -1)
+        sees = ancestors[:, :, draft].to(out.device)
+        assert torch.equal(out[~sees], right[~sees])
+        assert torch.equal(out[:, :, :2], right[:, :, :2])
+        lost = out[sees][:, 2:]
+        assert not lost[..., -1].isfinite().any()
+        if route == "fast" and tree_attention != "expand":
+            assert lost.isnan().all()  # the fused kernel keeps one flag a key and head
+        else:
+            assert torch.equal(lost[..., :-1], right[sees][:, 2:, :-1])
+        if route != "fast":
+            same = torch.full_like(lost[..., -1], value)
+            torch.testing.assert_close(lost[..., -1], same, rtol=0, atol=0, equal_nan=True)
 
 
 @every_route

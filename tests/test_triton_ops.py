@@ -1,5 +1,7 @@
 """Every Triton kernel against its torch definition: in the interpreter on a CPU, compiled on a GPU."""
 
+import math
+
 import pytest
 import torch
 
@@ -201,13 +203,8 @@ def test_tree_tables_equal_their_definition(device, requests, drafts, mapped):
 TREES = [(1, 1, 1), (3, 5, 5), (2, 4, 12), (2, 17, 17), (1, 70, 70)]  # requests, queries, drafts
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(4, 2, 64, 64), (3, 1, 80, 48), (8, 8, 128, 128)])
-@pytest.mark.parametrize(("requests", "queries", "drafts"), TREES)
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["cache", "fp8-cache"])
-def test_tree_attention_equals_its_definition(
-    device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8
-):
+def tree_problem(device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8):
+    """Arguments of tree_attention: random trees with a row that sees no draft, and one without a prefix."""
     gen = _generator(requests * drafts + dim)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's dot does not know bf16
     cache_dtype = FP8 if fp8 else dtype
@@ -215,9 +212,9 @@ def test_tree_attention_equals_its_definition(
     k_cache, v_cache = (torch.randn(90, kv_heads, n, generator=gen).to(device).to(cache_dtype) for n in (dim, v_dim))
     slots = torch.stack([torch.randperm(90, generator=gen)[:drafts] for _ in range(requests)]).to(device, torch.int32)
     mask = torch.rand(requests, queries, drafts, generator=gen) < 0.5
-    mask[0, 0] = False  # a row that sees no draft at all
+    mask[0, 0] = False
     prefix_lse = torch.randn(heads, requests * queries, generator=gen).to(device).T * 2
-    prefix_lse[-1] = -torch.inf  # and one without a prefix
+    prefix_lse[-1] = -torch.inf
     prefix_out = torch.randn(requests * queries, heads, v_dim, generator=gen).to(device, dtype)
     prefix_out[-1] = 0
     named = dict(softmax_scale=dim**-0.5, prefix_out=prefix_out, prefix_lse=prefix_lse)
@@ -225,13 +222,51 @@ def test_tree_attention_equals_its_definition(
         named |= dict(softcap=3.0, sinks=torch.randn(heads, generator=gen).to(device))
     if fp8:
         named |= dict(k_scale=scales(device, kv_heads, 1), v_scale=scales(device, 1, 2))
-    arguments = (q, k_cache, v_cache, slots, mask.to(device))
+    return (q, k_cache, v_cache, slots, mask.to(device)), named
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(4, 2, 64, 64), (3, 1, 80, 48), (8, 8, 128, 128)])
+@pytest.mark.parametrize(("requests", "queries", "drafts"), TREES)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache", "fp8-cache"])
+def test_tree_attention_equals_its_definition(
+    device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8
+):
+    arguments, named = tree_problem(device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8)
     ours = tree_attention(*arguments, **named)
     definition = tree_attention_torch(*arguments, **named)
     loose = 0.04 if device == "cuda" else 1e-5
     torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose / 2)
     error, size = (ours.float() - definition.float()).norm(), definition.float().norm()
     assert error <= loose / 6 * size
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("attend", [tree_attention, tree_attention_torch])
+@pytest.mark.parametrize(
+    ("fp8", "value"), [(False, math.nan), (False, math.inf), (False, -math.inf), (True, math.nan)], ids=str
+)
+@pytest.mark.parametrize("where", ["keys", "values"])
+@pytest.mark.parametrize(("requests", "queries", "drafts"), TREES)
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
+def test_a_bad_draft_changes_no_bit_of_the_queries_that_do_not_see_it(
+    device, requests, queries, drafts, extras, fp8, where, value, attend
+):
+    """One number of key head 1 in each request's last draft: its readers lose heads 2 and 3 and nothing else changes."""
+    arguments, named = tree_problem(device, 4, 2, 80, 48, requests, queries, drafts, extras, fp8)
+    _, k_cache, v_cache, slots, mask = arguments
+    right = attend(*arguments, **named)
+    bad = slots[:, -1]
+    cache = k_cache if where == "keys" else v_cache
+    cache.view(torch.uint8 if fp8 else cache.dtype)[bad.long(), 1, 47] = 0x7F if fp8 else value
+    out = attend(*arguments, **named)
+    sees = (mask & torch.isin(slots, bad)[:, None, :]).any(dim=-1).flatten()
+    assert torch.equal(out[~sees], right[~sees])
+    assert torch.equal(out[:, :2], right[:, :2])
+    read_as_480 = fp8 and attend is tree_attention and device == "cpu"  # e4m3's NaN, by the interpreter
+    infinite_key = where == "keys" and math.isinf(value)
+    if not read_as_480 and not infinite_key:  # a score of -inf is a key that weighs nothing
+        assert out[sees][:, 2:].isnan().all()
 
 
 # ---- NaN, and index tensors that are views ------------------------------------------------------------------------
@@ -247,6 +282,14 @@ def test_a_nan_key_stays_nan_in_an_fp8_cache(device):
     store_kv(k, v, k_cache, v_cache, loc, k_scale=scales(device, 1, 4), v_scale=scales(device, 1, 5))
     assert torch.equal(k_cache[loc].float().isnan(), k.isnan())
     assert torch.equal(v_cache[loc].float().isnan(), v.isnan())
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_store_kv_refuses_slots_for_another_number_of_tokens(slots):
+    k, cache = torch.ones(3, 1, 16), torch.zeros(8, 1, 16)
+    with pytest.raises(BadBatch, match=rf"\({slots},\) slots for 3 new tokens"):
+        store_kv(k, k, cache, cache, torch.arange(slots))
+    assert not cache.any()
 
 
 def test_a_nan_query_stays_nan_in_fp8_and_its_neighbours_keep_their_scale(device):

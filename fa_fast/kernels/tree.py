@@ -28,6 +28,8 @@ def tree_attention_torch(
     q [requests * queries, heads, dim]; caches [slots, kv_heads, dim]; slots int32 [requests, drafts]; mask bool
     [requests, queries, drafts]; prefix_out [tokens, heads, v_dim] with fp32 prefix_lse (tokens, heads), any strides.
     Scales: fp32 with 1 or kv_heads elements, fp8 caches only. Returns [tokens, heads, v_dim] in q's dtype.
+    A draft that a query does not see changes none of its bits, whatever it holds. A NaN or infinity in a value makes
+    the whole output NaN for the queries that see it, in the heads that share it.
     """
     requests, queries, _ = mask.shape
     kv_heads = k_cache.shape[1]
@@ -37,7 +39,8 @@ def tree_attention_torch(
     scores = torch.einsum("rqhgd,rkhd->rhgqk", grouped, k) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    stray = (v * 0).sum(dim=-1).mT[:, :, None, None]  # 0, or NaN where a draft's value is not finite
+    scores = (scores + stray).masked_fill(~mask[:, None, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)  # [requests, kv_heads, group, queries]
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(wide).view(1, kv_heads, -1, 1))
@@ -46,7 +49,8 @@ def tree_attention_torch(
     shift = whole.masked_fill(whole.isneginf(), 0)
     by_head = shift.view(requests, queries, kv_heads, -1).permute(0, 2, 3, 1)
     weights = torch.exp(scores - by_head[..., None])
-    out = torch.einsum("rhgqk,rkhd->rqhgd", weights, v).reshape(q.shape[0], q.shape[1], -1)
+    finite = v.masked_fill(~v.isfinite(), 0)  # hidden drafts weigh 0, and 0 x NaN is NaN
+    out = torch.einsum("rhgqk,rkhd->rqhgd", weights, finite).reshape(q.shape[0], q.shape[1], -1)
     if prefix_out is not None and prefix_lse is not None:
         share = torch.exp(prefix_lse.to(wide) - shift)[..., None]
         out = out + torch.where(share == 0, 0, prefix_out.to(wide)) * share  # an empty prefix is not read

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_ref.api.checks import check_loc
 from fa_ref.api.pools import FP8
 
 
@@ -62,6 +63,7 @@ def store_kv(
     """
     if k.shape[0] == 0:
         return
+    check_loc(loc, k.shape[0])  # the kernel reads one slot a token
     k, v, loc = _rows(k), _rows(v), loc.contiguous()
     quantize = k_cache.dtype == FP8
     one = k_cache  # any pointer: not read

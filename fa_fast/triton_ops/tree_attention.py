@@ -63,7 +63,11 @@ def _kernel(
             e = tl.exp(-2.0 * tl.abs(scaled))
             tanh = (1.0 - e) / (1.0 + e)
             scores = softcap * tl.where(scaled < 0, -tanh, tanh)
-        scores = tl.where(seen, scores, -float("inf"))
+        # A value that is not finite is NaN in the scores of its key, which hidden keys lose, and 0 in the product,
+        # where hidden keys weigh 0 and 0 x NaN is NaN.
+        stray = v * 0.0
+        v = tl.where(stray == 0.0, v, 0.0)
+        scores = tl.where(seen, scores + tl.sum(stray, 1)[None, :], -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp(scores - shift[:, None])

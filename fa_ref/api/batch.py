@@ -16,7 +16,10 @@ from fa_ref.api.modes import ForwardMode
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInput:
-    """`spec_info` of a draft model's DECODE: each request continues `topk` branches."""
+    """`spec_info` of a draft model's DECODE: each request continues `topk` branches.
+
+    What a server's own object leaves out is None until a backend that was built with it fills it in.
+    """
 
     topk: int  # branches a request
     num_steps: int  # draft steps; each adds a token to every branch
@@ -136,4 +139,4 @@ def _spec_info(info: Any) -> DraftInput | VerifyInput | None:
             topk=getattr(info, "topk", 1),
             custom_mask=getattr(info, "custom_mask", None),
         )
-    return DraftInput(topk=getattr(info, "topk", 1), num_steps=getattr(info, "num_steps", 1))
+    return DraftInput(topk=getattr(info, "topk", None), num_steps=getattr(info, "num_steps", None))  # type: ignore[arg-type]

@@ -1,9 +1,11 @@
-"""What planning knows of a batch without asking the device: bounds from host copies, or from shapes."""
+"""What planning knows of a batch without asking the device: bounds from host copies, or from shapes; cascades."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch
@@ -12,6 +14,7 @@ from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch
 from fa_ref.api.layer import window_left
 from fa_ref.api.modes import LayerKind
+from fa_ref.api.plan import AttentionPass
 
 
 def longest_request(batch: ForwardBatch, config: BackendConfig) -> int:
@@ -95,3 +98,35 @@ def shared_prefix(batch: ForwardBatch, config: BackendConfig) -> SharedPrefix | 
     k, v = (batch.token_to_kv_pool or config.token_to_kv_pool).get_kv_buffer(0)
     per_key = k[0].numel() * k.element_size() + v[0].numel() * v.element_size()
     return SharedPrefix(tokens, plain * per_key, cascade * per_key)
+
+
+def cascade(whole: AttentionPass, tokens: int, queries: int) -> tuple[AttentionPass, AttentionPass]:
+    """One pass over the first `tokens` keys for the queries of all requests, and a pass over each request's rest.
+
+    Tables are cut as views. Notebook 07 explains it.
+
+    The shared keys are all in the past, so the first pass is not causal and treats all queries as one sequence; the
+    second is what the whole pass was, with its tables and lengths cut at the front.
+    tokens: a multiple of the page size. queries: of the whole batch.
+    """
+    pages = tokens // whole.page_size
+    first = whole.cu_seqlens_q[:1]  # 0
+    shared = replace(
+        whole,
+        row_index=torch.zeros_like(first) if whole.row_index is None else whole.row_index[:1],
+        cache_seqlens=torch.full_like(first, tokens),
+        cu_seqlens_q=torch.cat([first, whole.cu_seqlens_q[-1:]]),
+        max_seqlen_q=queries,
+        max_seqlen_k=tokens,
+        causal=False,
+        takes_sinks=False,  # the rest has a key in every row: a sink always has something to join
+        keys_are_new=False,
+    )
+    rest = replace(
+        whole,
+        page_table=whole.page_table[:, pages:],
+        cache_seqlens=whole.cache_seqlens - tokens,
+        max_seqlen_k=whole.max_seqlen_k - tokens,
+        keys_are_new=False,
+    )
+    return shared, rest

@@ -6,7 +6,6 @@ Host values always; device values with FA_CHECK=1, and on a CPU also what keeps 
 from __future__ import annotations
 
 import os
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig, BadPageTable
 from fa_ref.api.layer import AttentionLayer, layer_kind, window_left
-from fa_ref.api.modes import ForwardMode, LayerKind
-from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
-from fa_ref.api.support import refuse_unplanned_fields
+from fa_ref.api.modes import LayerKind
+from fa_ref.api.plan import AttentionPass, TreePass
+from fa_ref.api.slots import check_branches, check_pages, check_slots, check_tree, check_window_slots, check_written
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -26,6 +25,11 @@ _INTEGERS = (torch.int32, torch.int64)
 def device_checks_enabled() -> bool:
     """True under FA_CHECK=1: values on the device are checked too, which synchronises."""
     return os.environ.get("FA_CHECK", "0") == "1"
+
+
+def reads_values(config: BackendConfig) -> bool:
+    """True where tensors may be read: on a CPU, which has nothing to wait for, and everywhere under FA_CHECK=1."""
+    return torch.device(config.device).type == "cpu" or device_checks_enabled()
 
 
 def new_tokens(batch: ForwardBatch) -> int:
@@ -60,6 +64,11 @@ def columns_of_drafts(batch: ForwardBatch) -> int:
     return draft_steps(batch) if getattr(batch.spec_info, "topk", 0) == 1 else 0
 
 
+def is_tree(batch: ForwardBatch) -> bool:
+    """True for drafts to verify under a mask of their own."""
+    return batch.forward_mode.is_target_verify() and _verify(batch).custom_mask is not None
+
+
 def _verify(batch: ForwardBatch) -> VerifyInput:
     if not isinstance(batch.spec_info, VerifyInput):
         raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {batch.spec_info!r}")
@@ -70,12 +79,12 @@ def check_batch(batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch or BadPageTable if the batch contradicts itself or its pools."""
     if batch.forward_mode.is_idle():
         return
-    _check_drafts(batch)
+    _check_numbers(batch)
     _check_shapes(batch, config)
     _check_host_lengths(batch, config)
     if batch.forward_mode.is_target_verify():
         _check_custom_mask(batch, config)
-    if torch.device(config.device).type == "cpu" or device_checks_enabled():
+    if reads_values(config):
         _check_ranges(batch, config)
     if device_checks_enabled():
         _check_device_values(batch, config)
@@ -88,12 +97,22 @@ def check_step(batch: ForwardBatch, step: int) -> None:
         raise BadBatch(f"step {step} of a draft of {steps} steps, which are counted from 0; raise num_steps")
 
 
-def _check_drafts(batch: ForwardBatch) -> None:
+def _check_numbers(batch: ForwardBatch) -> None:
+    """What a batch counts beside its tensors."""
     mode, info = batch.forward_mode, batch.spec_info
-    if mode.is_decode() and isinstance(info, DraftInput) and min(info.topk, info.num_steps) < 1:
-        raise BadBatch(f"spec_info has topk={info.topk}, num_steps={info.num_steps}; both must be at least 1")
-    if mode.is_target_verify() and _verify(batch).draft_token_num < 1:
-        raise BadBatch(f"spec_info has draft_token_num={_verify(batch).draft_token_num}; it must be at least 1")
+    _check_number("shared_prefix_len", batch.shared_prefix_len, 0, "pass the tokens that all requests share, or 0")
+    if mode.is_decode() and isinstance(info, DraftInput):
+        says = "say it in spec_info, or build the backend with topk= and speculative_num_steps="
+        _check_number("spec_info.topk", info.topk, 1, says)
+        _check_number("spec_info.num_steps", info.num_steps, 1, says)
+    if mode.is_target_verify():
+        _check_number("spec_info.draft_token_num", _verify(batch).draft_token_num, 1, "pass the drafts of a request")
+        _check_number("spec_info.topk", _verify(batch).topk, 1, "pass 1 for a chain, more for a tree")
+
+
+def _check_number(name: str, value: object, least: int, then: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise BadBatch(f"{name} is {value!r}; it must be an int of at least {least}: {then}")
 
 
 def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -102,14 +121,18 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
         if topk > 1:
             raise BadBatch(f"spec_info has topk={topk} without a custom_mask; a tree needs one, a chain has topk=1")
         return
+    if not isinstance(mask, Tensor):
+        raise BadBatch(f"custom_mask is {mask!r}; it must be a flat tensor of bool")
     if mask.device.type != torch.device(config.device).type:
         raise BadBatch(f"custom_mask is on {mask.device}, the backend on {config.device}; move the batch there")
-    lens = batch.seq_lens if device_checks_enabled() else batch.seq_lens_cpu
-    entries = mask.numel() if lens is None else sum((n + drafts) * drafts for n in lens.tolist())
+    lens = batch.seq_lens if reads_values(config) else batch.seq_lens_cpu
+    least = batch.batch_size * drafts * drafts  # without prefixes
+    entries = max(mask.numel(), least) if lens is None else sum((n + drafts) * drafts for n in lens.tolist())
     if mask.dtype != torch.bool or mask.shape != (entries,):
         raise BadBatch(
-            f"custom_mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool and flat, {entries} entries: "
-            f"for each request {drafts} rows of seq_lens + {drafts} columns"
+            f"custom_mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool and flat, "
+            f"{'at least ' if lens is None else ''}{entries} entries: for each request {drafts} rows of seq_lens + "
+            f"{drafts} columns"
         )
 
 
@@ -197,20 +220,24 @@ def _check_ranges(batch: ForwardBatch, config: BackendConfig) -> None:
     table, rows = req_to_token(batch, config), batch.req_pool_indices
     available = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool)
     if batch.out_cache_loc is not None:
-        _check_slots("out_cache_loc", batch.out_cache_loc, available)
+        check_slots("out_cache_loc", batch.out_cache_loc, available)
     if not rows.numel():
         return
     if not 0 <= int(rows.min()) <= int(rows.max()) < table.shape[0]:
         raise BadPageTable(
             f"req_pool_indices span {int(rows.min())}..{int(rows.max())}, req_to_token has {table.shape[0]} rows"
         )
-    longest = min(max(int(batch.seq_lens.max()), 0), table.shape[1])
-    used = torch.arange(longest, device=table.device) < batch.seq_lens[:, None]
+    keys, width = batch.seq_lens + columns_of_drafts(batch), table.shape[1]
+    for request, (length, count) in enumerate(zip(batch.seq_lens.tolist(), keys.tolist(), strict=True)):
+        if length < 0 or count > width:
+            raise BadPageTable(f"request {request} has {count} keys, its row holds {width}")
+    longest = int(keys.max())
+    used = torch.arange(longest, device=table.device) < keys[:, None]
     slots = torch.where(used, table[rows.long(), :longest], 0)
     wrong = torch.nonzero(((slots < 0) | (slots >= available)).any(dim=1))
     if wrong.numel():
         request = int(wrong[0])
-        _check_slots(f"request {request}", slots[request], available)
+        check_slots(f"request {request}", slots[request], available)
 
 
 def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
@@ -223,31 +250,60 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
     for name, device, host in copies:
         if device is not None and host is not None and device.tolist() != [int(n) for n in host]:
             raise BadBatch(f"{name} {device.tolist()} and {name}_cpu {[int(n) for n in host]} differ")
-    slots, drafts = kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool), columns_of_drafts(batch)
-    is_tree = getattr(batch.spec_info, "custom_mask", None) is not None  # its drafts are read slot by slot
-    for request, (row, length) in enumerate(zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)):
-        if not 0 <= length <= table.shape[1] - drafts:
-            raise BadPageTable(f"request {request} has {length + drafts} keys, its row holds {table.shape[1]}")
-        used = table[row, : length + drafts]
-        _check_slots(f"request {request}", used, slots)
-        _check_pages(request, used[:length] if is_tree else used, config.page_size)
+    rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+    in_pages = 0 if is_tree(batch) else columns_of_drafts(batch)  # the drafts of a tree are read slot by slot
+    for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
+        if row > 0:  # row 0 is padding: all slot 0
+            check_pages(request, table[row, : length + in_pages], config.page_size)
     shared = table[batch.req_pool_indices.long(), : batch.shared_prefix_len]
     if bool((shared != shared[:1]).any()):
         raise BadPageTable(
             f"shared_prefix_len is {batch.shared_prefix_len}, but the rows of the batch differ in these first columns; "
             "requests share a prefix only if they keep it in the same slots"
         )
-    if batch.spec_info is None:
+    if is_tree(batch):
+        check_tree(_verify(batch).custom_mask, lens, _verify(batch).draft_token_num)  # type: ignore[arg-type]
+    if rows:
         _check_new_tokens(batch, config)
 
 
 def _check_new_tokens(batch: ForwardBatch, config: BackendConfig) -> None:
-    """Lengths that add up; new tokens in slots of their own at the end of their rows; a window pool that has both."""
+    """New tokens in slots of their own: at the end of their rows, or on branches; a window pool that has what it reads.
+
+    A chain of drafts and the drafts of a tree come after seq_lens; the slots of several branches are in no row.
+    """
+    loc, columns, steps = batch.out_cache_loc, columns_of_drafts(batch), draft_steps(batch)
+    indices, cached = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+    branches = None
+    if columns or steps:
+        new = [columns] * batch.batch_size
+        branches = None if columns or loc is None else loc.view(batch.batch_size, -1)
+    else:
+        new = _new_of_each(batch)
+        cached = [total - count for total, count in zip(cached, new, strict=True)]
+    table = req_to_token(batch, config)
+    rows = [table[row, : past + count] for row, past, count in zip(indices, cached, new, strict=True)]
+    if branches is not None:
+        check_branches(branches, rows, [row == 0 for row in indices])
+    elif loc is not None:
+        check_written(loc, rows, new)
+    if config.is_hybrid_swa:
+        pool = batch.token_to_kv_pool or config.token_to_kv_pool
+        for request, (row, first) in enumerate(zip(rows, cached, strict=True)):
+            drafts = row[first:] if is_tree(batch) else None if branches is None else branches[request]
+            check_window_slots(pool, config, request, row if drafts is None else row[:first], first, drafts)
+
+
+def _new_of_each(batch: ForwardBatch) -> list[int]:
+    """New tokens of each request, where seq_lens counts them; lengths that do not add up are refused."""
     lens = batch.seq_lens.tolist()
-    new = [1] * len(lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()  # type: ignore[union-attr]
-    prefix = batch.extend_prefix_lens
+    if batch.forward_mode.is_decode():
+        new = [1] * len(lens)
+    else:
+        new = batch.extend_seq_lens.tolist()  # type: ignore[union-attr]
     cached = [s - n for s, n in zip(lens, new, strict=True)]
-    if prefix is not None and not batch.forward_mode.is_decode() and prefix.tolist() != cached:
+    prefix = None if batch.forward_mode.is_decode() else batch.extend_prefix_lens
+    if prefix is not None and prefix.tolist() != cached:
         raise BadBatch(
             f"extend_prefix_lens {prefix.tolist()} and extend_seq_lens {new} do not add up to seq_lens {lens}"
         )
@@ -255,81 +311,7 @@ def _check_new_tokens(batch: ForwardBatch, config: BackendConfig) -> None:
         raise BadBatch(f"extend_seq_lens {new} must lie between 0 and seq_lens {lens}, request by request")
     if sum(new) != new_tokens(batch):
         raise BadBatch(f"extend_seq_lens {new} are {sum(new)} new tokens, out_cache_loc has {new_tokens(batch)} slots")
-    table = req_to_token(batch, config)
-    rows = [table[row, :length] for row, length in zip(batch.req_pool_indices.tolist(), lens, strict=True)]
-    if batch.out_cache_loc is not None:
-        _check_written(batch.out_cache_loc, rows, new)
-    if config.is_hybrid_swa:
-        for request, (row, first) in enumerate(zip(rows, cached, strict=True)):
-            _check_window_slots(batch, config, request, row, first)
-
-
-def _check_written(loc: Tensor, rows: list[Tensor], new: list[int]) -> None:
-    ends = list(accumulate(new))
-    for request, (row, count, end) in enumerate(zip(rows, new, ends, strict=True)):
-        mine = loc[end - count : end].tolist()
-        if mine != row[len(row) - count :].tolist():
-            raise BadBatch(
-                f"request {request}: out_cache_loc has slots {mine} for its new tokens, its row of req_to_token "
-                f"{row[len(row) - count :].tolist()} at the same positions; write both from one allocation"
-            )
-    slots, writers = loc[loc > 0].unique(return_counts=True)  # slot 0 is padding, which any number of rows may write
-    if (writers > 1).any():
-        raise BadPageTable(f"slots {slots[writers > 1].tolist()} are written by two requests of the batch")
-    # A prefix that another request of this batch writes may be read in the same step, at the same positions.
-    top = max((int(s.max()) for s in (loc, *rows) if len(s)), default=0)
-    written = torch.full((top + 1,), -1, device=loc.device)
-    for row, count in zip(rows, new, strict=True):
-        position = torch.arange(len(row), device=loc.device)
-        written[row[len(row) - count :].long()] = position[len(row) - count :]
-    for request, row in enumerate(rows):
-        at, position = written[row.long()], torch.arange(len(row), device=loc.device)
-        wrong = torch.nonzero((at >= 0) & (at != position) & (row > 0))
-        if wrong.numel():
-            first = int(wrong[0])
-            raise BadPageTable(
-                f"request {request}: slot {int(row[first])} of its position {first} is written in this step, for "
-                f"position {int(at[first])}; a slot holds one token"
-            )
-
-
-def _check_window_slots(batch: ForwardBatch, config: BackendConfig, request: int, row: Tensor, query: int) -> None:
-    """What window and chunk layers can read from position `query` on must be in the window pool, page by page."""
-    pool: Any = batch.token_to_kv_pool or config.token_to_kv_pool
-    firsts = [max(0, query - window_left(config))] if window_left(config) >= 0 else []
-    if config.attention_chunk_size is not None:
-        firsts.append(query // config.attention_chunk_size * config.attention_chunk_size)
-    for first in firsts:
-        start = first // config.page_size * config.page_size
-        slots = pool.full_to_swa_index_mapping[row[start:].long()]
-        gone = torch.nonzero((slots < config.page_size) & (row[start:] >= config.page_size))
-        if gone.numel():
-            raise BadPageTable(
-                f"request {request}: position {start + int(gone[0])} is not in the window pool, and a window layer "
-                f"reads its page; evict a page of {config.page_size} only when all its tokens left the window"
-            )
-        _check_pages(request, slots, config.page_size, start)
-
-
-def _check_slots(owner: str, slots: Tensor, available: int) -> None:
-    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < available:
-        raise BadPageTable(
-            f"{owner}: slots span {int(slots.min())}..{int(slots.max())}, the pool holds 0..{available - 1}"
-        )
-
-
-def _check_pages(request: int, slots: Tensor, page_size: int, start: int = 0) -> None:
-    """Within a page, consecutive positions (from `start`) must lie in consecutive slots, from its first slot on."""
-    offset = torch.arange(slots.shape[0], device=slots.device) % page_size
-    wrong = torch.nonzero(slots % page_size != offset)
-    first = slots[torch.arange(slots.shape[0], device=slots.device) - offset]
-    wrong = torch.cat([wrong, torch.nonzero(slots - first != offset)])
-    if wrong.numel():
-        position = int(wrong[0])
-        raise BadPageTable(
-            f"request {request}: position {start + position} is in slot {int(slots[position])}, which is not offset "
-            f"{position % page_size} of its page of {page_size}; allocate whole pages to a request"
-        )
+    return new
 
 
 def req_to_token(batch: ForwardBatch, config: BackendConfig) -> Tensor:
@@ -396,6 +378,12 @@ def check_layer_inputs(
         )
 
 
+def check_loc(loc: Tensor, tokens: int) -> None:
+    """Raise BadBatch unless there is a slot for each token to write."""
+    if loc.shape != (tokens,):
+        raise BadBatch(f"{tuple(loc.shape)} slots for {tokens} new tokens to write; pass one slot a token")
+
+
 def check_window(layer: Any, config: BackendConfig) -> None:
     """Raise BadConfig if a layer looks further back than the tables of a trimmed decode reach."""
     if window_left(layer) > window_left(config) >= 0:
@@ -430,35 +418,6 @@ def check_layer_pool(layer: AttentionLayer, config: BackendConfig, pool: Any) ->
             f"in {'swa_layer_ids' if windowed else 'full_layer_ids'}: sliding and chunked layers read the window pool, "
             "all others the full one"
         )
-
-
-def check_planned(plan: AttentionPlan, batch: Any) -> None:
-    """Raise BadBatch unless `batch` (a ForwardBatch or a server's) is the one that was planned."""
-    refuse_unplanned_fields(batch)
-    mode, size = ForwardMode.of(getattr(batch, "forward_mode", None)), getattr(batch, "batch_size", None)
-    loc = getattr(batch, "out_cache_loc", None)
-    if mode is not plan.forward_mode or plan.batch_size not in (None, size):
-        raise BadBatch(
-            f"a {mode.name} batch of {size} requests, but {plan.forward_mode.name} of {plan.batch_size} is planned; "
-            "call init_forward_metadata with every new batch"
-        )
-    if loc is not None and getattr(batch, "spec_info", None) is None and loc.shape[0] != plan.num_tokens:
-        raise BadBatch(f"out_cache_loc has {loc.shape[0]} slots, the planned batch {plan.num_tokens} new tokens")
-    for name, planned in (plan.values or {}).items():
-        value = getattr(batch, name, None)
-        if value is not None and value.tolist() != planned:
-            raise BadBatch(f"{name} is {value.tolist()}, the planned batch has {planned}; plan every new batch")
-
-
-def values_to_compare(batch: ForwardBatch) -> dict[str, list[int]] | None:
-    """With FA_CHECK=1 the values that a planned batch and the batch given to forward must share."""
-    if not device_checks_enabled():
-        return None
-    names = ["req_pool_indices", "seq_lens"]
-    if not isinstance(batch.spec_info, DraftInput):  # a server may pass the slots of one step at a time
-        names.append("out_cache_loc")
-    found = {name: getattr(batch, name) for name in names}
-    return {name: value.tolist() for name, value in found.items() if value is not None}
 
 
 def check_cut(step: AttentionPass | TreePass, layer: Any) -> None:

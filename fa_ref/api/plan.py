@@ -110,6 +110,7 @@ class AttentionPlan:
     refused: Mapping[LayerKind, str] = field(default_factory=dict)  # why a kind has no plan in this mode
     shared_prefix: tuple[int, int, int] | None = None  # cascade: prefix tokens, bytes a layer reads without, with it
     batch_size: int | None = None  # of the planned batch; forward refuses another. None: not compared
+    drafts: str = ""  # spec_info of the planned batch in words, where its mode reads it; forward refuses another
     values: Mapping[str, list[int]] | None = None  # with FA_CHECK=1: the rows, lengths and slots it was planned for
 
     def for_kind(self, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:

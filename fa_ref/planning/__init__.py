@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
-from fa_ref.api.bounds import shared_prefix
-from fa_ref.api.checks import check_batch, check_step, new_tokens, values_to_compare
-from fa_ref.api.support import layer_kinds, refuse_unplanned
-from fa_ref.planning.cascade import cascade
+from fa_ref.api.bounds import cascade, shared_prefix
+from fa_ref.api.checks import new_tokens
+from fa_ref.api.planned import checked_batch, plan_of
+from fa_ref.api.support import layer_kinds
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.draft import plan_draft, plan_draft_steps
 from fa_ref.planning.extend import plan_extend
@@ -33,48 +33,22 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     >>> plan_batch(batch, config).for_kind(LayerKind.FULL)[0].pages(0)
     [2, 1]
     """
-    batch = ForwardBatch.of(batch)
-    refuse_unplanned(batch)
-    check_batch(batch, config)
-    check_step(batch, step)
-    mode = batch.forward_mode
-    kinds, refused = layer_kinds(config)
-    passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
+    batch = checked_batch(batch, config, step)
+    passes = {kind: _plan_kind(batch, config, kind, step) for kind in layer_kinds(config)[0]}
     saving = shared_prefix(batch, config)
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
         passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
-    return AttentionPlan(
-        forward_mode=mode,
-        num_tokens=new_tokens(batch),
-        passes=passes,
-        refused=refused,
-        shared_prefix=saving,
-        batch_size=batch.batch_size,
-        values=values_to_compare(batch),
-    )
+    return plan_of(batch, config, passes, shared_prefix=saving)
 
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
     """The plans of the first `steps` steps of draft decoding, made together so that they share page tables."""
-    batch = ForwardBatch.of(batch)
-    refuse_unplanned(batch)
-    check_batch(batch, config)
-    check_step(batch, steps - 1)
-    kinds, refused = layer_kinds(config)
-    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in kinds}
-    return [
-        AttentionPlan(
-            forward_mode=batch.forward_mode,
-            num_tokens=new_tokens(batch),
-            passes={kind: plans[step] for kind, plans in by_kind.items()},
-            refused=refused,
-            batch_size=batch.batch_size,
-            values=values_to_compare(batch),
-        )
-        for step in range(steps)
-    ]
+    batch = checked_batch(batch, config, steps - 1)
+    by_kind = {kind: plan_draft_steps(batch, config, kind, steps) for kind in layer_kinds(config)[0]}
+    passes = [{kind: plans[step] for kind, plans in by_kind.items()} for step in range(steps)]
+    return [plan_of(batch, config, found) for found in passes]
 
 
 def _plan_kind(

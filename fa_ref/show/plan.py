@@ -24,7 +24,8 @@ def plan(
     """The passes of a plan, or one pass: query rows, and an arrow to the pages that they read.
 
     names: of the rows of the page table (default A, B, ...). batch: a ForwardBatch or a Case, to name each row
-    after the request whose queries read it: where a request is cut into pieces, they share its name and colour.
+    after the request whose queries read it: where a request is cut into pieces, they share its name and colour, and
+    a row that several requests read is "A+B" and grey. A row that nobody reads is left out.
 
     >>> import torch
     >>> table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
@@ -60,6 +61,9 @@ def _panel(step: AttentionPass | TreePass, names: Sequence[str] | None, batch: A
     pages, counts, keys = rows_of_pass(step)
     rows = list(range(step.sequences)) if step.row_index is None else ints(step.row_index)
     named = request_names(len(pages), names) if batch is None else _names_from(batch, step, rows, len(pages))
+    read = sorted(set(rows))
+    pages, counts, keys, named = ([of_row[row] for row in read] for of_row in (pages, counts, keys, named))
+    rows = [read.index(row) for row in rows]
     queries = _query_spans(step)
     tops = _row_tops(rows, len(pages))
     boxed = max(map(text_width, queries), default=0) + 10
@@ -84,7 +88,7 @@ def _panel(step: AttentionPass | TreePass, names: Sequence[str] | None, batch: A
 
 def _row_tops(rows: list[int], count: int) -> list[Pixels]:
     """Where each table row is drawn: level with the middle of its readers, if that keeps the rows in order."""
-    if rows != sorted(rows) or set(rows) != set(range(count)):
+    if rows != sorted(rows):
         return [row * ROW for row in range(count)]
     readers = [[i for i, row in enumerate(rows) if row == wanted] for wanted in range(count)]
     return [sum(mine) / len(mine) * ROW for mine in readers]
@@ -106,16 +110,15 @@ def _span(tokens: list[int]) -> str:
 
 
 def _names_from(batch: Any, step: AttentionPass, rows: list[int], count: int) -> list[str]:
-    """The request that owns each table row: the one whose query its first reader starts with."""
+    """The requests whose queries read each table row."""
     new = _new_tokens(getattr(batch, "batch", batch))
     owner = [name for name, n in zip(request_names(len(new)), new, strict=True) for _ in range(n)]
     tokens = range(len(owner)) if step.token_index is None else ints(step.token_index)
     bounds = ints(step.cu_seqlens_q)
-    names = ["-"] * count  # nobody reads it
+    readers: list[dict[str, None]] = [{} for _ in range(count)]  # in order, each once
     for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
-        if end > start and names[row] == "-":
-            names[row] = owner[tokens[start]]
-    return names
+        readers[row] |= dict.fromkeys(owner[token] for token in tokens[start:end])
+    return ["+".join(names) or "-" for names in readers]
 
 
 def _new_tokens(batch: Any) -> list[int]:
@@ -161,21 +164,21 @@ def _tree_panel(step: TreePass, names: Sequence[str] | None, title: str) -> Pict
     """Each query row beside the slots of its request's drafts, in colour where its mask allows."""
     queries, slots = step.mask.shape[1], [ints(row) for row in step.slots]
     named = request_names(len(slots), names)
-    lines, texts, seen, unseen, body = [], "", [], [], ""
+    lines, seen, unseen, body = [], [], [], ""
+    numbers = {True: "", False: ""}  # of slots that are seen, and of the others
     side = text_width(f"{max(named, key=len, default='')} row {len(slots) * queries}") + 10
     cell = cell_width(slots)
     for request, name in enumerate(named):
         for i in range(queries):
             visible, y = step.mask[request, i].tolist(), len(lines) * (HIGH + 2)
             row = f"{name} row {request * queries + i}"
-            corners = [(side + j * WIDE, y) for j in range(len(slots[request]))]
-            mine = [corner for corner, ok in zip(corners, visible, strict=True) if ok]
+            mine = []
+            for j, (slot, ok) in enumerate(zip(slots[request], visible, strict=True)):
+                corner = (side + j * WIDE, y)
+                (mine if ok else unseen).append(corner)
+                numbers[ok] += label(corner[0] + WIDE // 2, y + 14, str(slot))
             seen += mine
-            unseen += [corner for corner in corners if corner not in mine]
             body += label(0, y + 14, row) + boxes(mine, WIDE, HIGH, tint(name))
-            texts += "".join(
-                label(x + WIDE // 2, y + 14, str(s)) for (x, y), s in zip(corners, slots[request], strict=True)
-            )
             parts = [f"[{s}]" if ok else f" {s} " for s, ok in zip(slots[request], visible, strict=True)]
             lines.append(f"{row} -> " + " ".join(part.rjust(cell) for part in parts).rstrip())
     pale = 'fill="none" stroke="currentColor" stroke-opacity=".2"'
@@ -186,7 +189,7 @@ def _tree_panel(step: TreePass, names: Sequence[str] | None, title: str) -> Pict
         body=body
         + boxes(unseen, WIDE, HIGH, pale)
         + boxes(seen, WIDE, HIGH, FRAME)
-        + group(texts, text_anchor="middle"),
+        + group(numbers[True] + group(numbers[False], opacity=".4"), text_anchor="middle"),
         text="\n".join(lines),
         title=title,
     )

@@ -38,7 +38,12 @@ def colour(request: str | int) -> str:
 
 
 def tint(request: str | int) -> str:
-    """Paint of a cell with text on it: the request's colour, light enough for text of either theme."""
+    """Paint of a cell with text on it: the request's colour, light enough for text of either theme.
+
+    What several requests share, "A+B", is grey.
+    """
+    if isinstance(request, str) and "+" in request:
+        return 'fill="currentColor" fill-opacity=".15"'
     return f'fill="{colour(request)}" fill-opacity=".4"'
 
 
