@@ -58,7 +58,7 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-torch pyproject.toml
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@echo "building $(VENV): tests, notebooks, docs"
-	@$(PIP) -e ".[test,notebooks,demo,docs]"
+	@$(PIP) -e ".[test,hf,notebooks,demo,docs]"
 	@touch $@
 
 # ---- what a reader runs ----------------------------------------------------------------------------------

