@@ -21,6 +21,7 @@ from fa_ref.api import (
     ForwardMode,
     LayerKind,
     MHAKVPool,
+    MLAKVPool,
     ReqToTokenPool,
     SWAKVPool,
     VerifyInput,
@@ -106,6 +107,8 @@ def make_case(
     draft_token_num: int = 0,
     tree_attention: str = "auto",
     shared_prefix: int = 0,
+    latent: int = 0,
+    rope: int = 8,
     host_lengths: bool = True,
     poison: bool = True,
     device: str = "cpu",
@@ -118,6 +121,7 @@ def make_case(
 
     window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
     where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
+    latent: > 0 makes it absorbed MLA, over a cache of [latent | rope] rows; q and k are packed, v is the latent.
     shared_prefix: leading tokens that all requests keep in the slots of the first one, planned as a cascade.
     host_lengths=False leaves every host copy of the lengths out. poison=False leaves unowned slots finite.
 
@@ -126,6 +130,8 @@ def make_case(
     ([5], torch.Size([3, 32]))
     """
     recipe = dict(locals())
+    if latent:
+        kv_heads, head_dim, v_head_dim = 1, latent + rope, latent
     gen = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)  # large tensors are drawn where they live
     drafting, verifying = mode.is_decode() and topk > 0, mode.is_target_verify()
@@ -146,6 +152,11 @@ def make_case(
     )  # fmt: skip
     rows = ReqToTokenPool(size=len(total) + 2, context_len=context, device=device)
     kv: Any = MHAKVPool(size=size, **geometry)
+    if latent:
+        kv = MLAKVPool(
+            size=size, page_size=page_size, dtype=kv_dtype, kv_lora_rank=latent, qk_rope_head_dim=rope, layer_num=1,
+            device=device,
+        )  # fmt: skip
     if hybrid:
         window_pool, other = MHAKVPool(size=size, **geometry), kv
         kv = SWAKVPool(
@@ -175,6 +186,7 @@ def make_case(
         num_draft_tokens=drafts,
         tree_attention=tree_attention,
         cascade_prefix=shared_prefix > 0,
+        use_mla=latent > 0,
         req_to_token_pool=rows,
         token_to_kv_pool=kv,
     )
@@ -228,6 +240,8 @@ def make_case(
     tokens = len(total) * topk if drafting else sum(new)
     widths = heads * head_dim, kv_heads * head_dim, kv_heads * (v_head_dim or head_dim)
     q, k, v = (torch.randn(tokens, n, generator=on_device, device=device).to(dtype) for n in widths)
+    if latent:
+        v = k[:, :latent]
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
     return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, step=step, recipe=recipe)
 
@@ -305,7 +319,10 @@ def _fill(
             torch.randn(prefix, *buffer.shape[1:], generator=gen, device=buffer.device)
             for buffer in (k_buffer, v_buffer)
         )
-        kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
+        if isinstance(kv, MLAKVPool):
+            kv.set_mla_kv_buffer(layer, own[:prefix], *k.split([kv.kv_lora_rank, kv.qk_rope_head_dim], dim=-1))
+        else:
+            kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
 
 
 def visible_slots(case: Case, request: int) -> Tensor:

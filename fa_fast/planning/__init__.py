@@ -7,7 +7,7 @@ from typing import Any
 from fa_fast.planning.cascade import cascade
 from fa_fast.planning.decode import plan_decode
 from fa_fast.planning.draft import plan_draft, plan_draft_steps
-from fa_fast.planning.extend import plan_extend
+from fa_fast.planning.extend import given_keys, plan_extend
 from fa_fast.planning.verify import plan_verify
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import shared_prefix
@@ -27,7 +27,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     check_step(batch, step)
     kinds, refused = layer_kinds(config)
     passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
-    saving = shared_prefix(batch, config)
+    saving, extends = shared_prefix(batch, config), batch.forward_mode.is_extend_or_draft_extend_or_mixed()
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
@@ -38,6 +38,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
         passes=passes,
         refused=refused,
         shared_prefix=saving,
+        given=given_keys(batch, config) if config.use_mla and extends else None,
         batch_size=batch.batch_size,
         values=values_to_compare(batch),
     )

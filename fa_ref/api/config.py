@@ -94,6 +94,11 @@ class BackendConfig:
             )
         if dtype != self.kv_cache_dtype:
             raise BadConfig(f"kv_cache_dtype {self.kv_cache_dtype} over a pool of {dtype}; they must be the same")
+        if hasattr(pool, "set_mla_kv_buffer") != self.use_mla:
+            raise BadConfig(
+                f"use_mla={self.use_mla} over a {type(pool).__name__}; it must be True exactly for a pool of latents "
+                "(with set_mla_kv_buffer, such as MLAKVPool)"
+            )
         if hasattr(pool, "full_to_swa_index_mapping") != self.is_hybrid_swa:
             raise BadConfig(
                 f"is_hybrid_swa={self.is_hybrid_swa} over a {type(pool).__name__}; it must be True exactly for a pool "

@@ -13,22 +13,16 @@ from fa_ref.api.modes import ForwardMode, LayerKind
 PLANNED_MODES = tuple(ForwardMode)
 
 
-UNPLANNED_FIELDS = (
-    "mha_return_lse",
-    "attn_attend_prefix_cache",
-    "prefix_chunk_idx",
-    "encoder_lens",
-    "encoder_out_cache_loc",
-)
+UNPLANNED_FIELDS = ("encoder_lens", "encoder_out_cache_loc")
 
 
 def refuse_unplanned_fields(batch: Any) -> None:
     """Raise UnsupportedByProvider for a batch that sets a field whose meaning no planner covers yet."""
     for name in UNPLANNED_FIELDS:
         value = getattr(batch, name, None)
-        if value is not None and not (name == "mha_return_lse" and value is False):
+        if value is not None:
             raise UnsupportedByProvider(
-                f"{name}={value!r} is not planned yet; supported: multi-head attention over a request's own cache, "
+                f"{name}={value!r} is not planned yet; supported: attention over a request's own cache, "
                 f"which leaves {', '.join(UNPLANNED_FIELDS)} unset"
             )
 
@@ -62,7 +56,5 @@ def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[Laye
 
 def refuse_unplanned_config(config: BackendConfig) -> None:
     """Raise UnsupportedByProvider for a config whose every plan would be wrong or missing."""
-    if config.use_mla:
-        raise UnsupportedByProvider("use_mla=True is not planned yet; supported: multi-head and grouped attention")
     if config.is_encoder_decoder:
         raise UnsupportedByProvider("is_encoder_decoder=True is not planned yet; supported: decoder-only models")

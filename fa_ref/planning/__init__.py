@@ -11,7 +11,7 @@ from fa_ref.api.support import layer_kinds, refuse_unplanned
 from fa_ref.planning.cascade import cascade
 from fa_ref.planning.decode import plan_decode
 from fa_ref.planning.draft import plan_draft, plan_draft_steps
-from fa_ref.planning.extend import plan_extend
+from fa_ref.planning.extend import given_keys, plan_extend
 from fa_ref.planning.verify import plan_verify
 
 
@@ -40,7 +40,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
     mode = batch.forward_mode
     kinds, refused = layer_kinds(config)
     passes = {kind: _plan_kind(batch, config, kind, step) for kind in kinds}
-    saving = shared_prefix(batch, config)
+    saving, extends = shared_prefix(batch, config), batch.forward_mode.is_extend_or_draft_extend_or_mixed()
     if saving is not None:  # full layers only: windows and chunks never look that far back
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
@@ -51,6 +51,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
         passes=passes,
         refused=refused,
         shared_prefix=saving,
+        given=given_keys(batch, config) if config.use_mla and extends else None,
         batch_size=batch.batch_size,
         values=values_to_compare(batch),
     )

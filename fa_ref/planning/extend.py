@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, GivenKeys, LayerKind
 from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
 from fa_ref.planning.local import local_pass
 from fa_ref.planning.page_table import pages_of, slot_table
@@ -63,3 +63,15 @@ def _plan_apart(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
             bound = min(bound, config.attention_chunk_size or bound) if kind is LayerKind.LOCAL else bound
             passes.append(replace(step, token_index=rows, max_seqlen_q=bound, keys_are_new=False))
     return tuple(passes)
+
+
+def given_keys(batch: ForwardBatch, config: BackendConfig) -> GivenKeys:
+    """The new tokens of an MLA model's extend, for layers that bring expanded keys of their own: notebook 14."""
+    assert batch.extend_seq_lens is not None
+    return GivenKeys(
+        cu_seqlens_q=cu_seqlens(batch.extend_seq_lens),
+        cu_seqlens_k=cu_seqlens(batch.seq_lens),
+        max_seqlen_q=longest_extend(batch),
+        max_seqlen_k=longest_request(batch, config),
+        keys=None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum()),
+    )
