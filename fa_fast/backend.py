@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_fast.kernels.joint import joint_view
 from fa_fast.kernels.select import Provider, provider_for
 from fa_fast.planning import plan_batch
 from fa_fast.write import write_kv
@@ -235,11 +236,11 @@ class FlashAttentionBackend:
         if known is not None and known[0] is pool:
             return known[1:]
         layer = AttentionLayer.of(layer)
-        check_layer_pool(layer, self.config, pool)
-        check_window(layer, self.config)
         mla = self.config.use_mla
         if mla:
             layer = latent_layer(layer)
+        check_layer_pool(layer, self.config, pool)
+        check_window(layer, self.config)
         geometry = _Geometry(
             kind=layer_kind(layer, self.config.attention_chunk_size),
             heads=layer.tp_q_head_num,
@@ -387,7 +388,9 @@ class FlashAttentionBackend:
                 v_head_dim=geometry.v_head_dim,
                 dtype=on.keys.dtype,
                 queries=on.q.shape[0],
+                longest_k=step.max_seqlen_k,
                 qv=mla,
+                packed=on.qv is not None and joint_view(on.qv, on.q) is not None,
                 cache_seqlens=step.cache_seqlens,
                 cu_seqlens_q=step.cu_seqlens_q,
                 page_size=step.page_size,

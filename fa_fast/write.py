@@ -15,18 +15,18 @@ def write_kv(pool: Any, layer: Any, loc: Tensor | None, k: Tensor, v: Tensor) ->
 
     To a pool of latents: k [tokens, 1, latent] and v [tokens, 1, rope], side by side in one row.
 
-    A pool class of the server's own is written through its `set_kv_buffer`.
+    A pool class of the server's own is written through its `set_kv_buffer` or `set_mla_kv_buffer`.
     """
     if k.shape[0] == 0:
         return
     if loc is None:
         raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
     k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
-    if hasattr(pool, "set_mla_kv_buffer") and not (k.is_cuda and isinstance(pool, MLAKVPool)):
-        pool.set_mla_kv_buffer(layer, loc.long(), k, v)
-        return
     if not (k.is_cuda and isinstance(pool, MHAKVPool | SWAKVPool | MLAKVPool)):
-        pool.set_kv_buffer(layer, loc.long(), k, v, k_scale, v_scale)
+        if hasattr(pool, "set_mla_kv_buffer"):
+            pool.set_mla_kv_buffer(layer, loc.long(), k, v)
+        else:
+            pool.set_kv_buffer(layer, loc.long(), k, v, k_scale, v_scale)
         return
     from fa_fast.triton_ops.store_kv import store_kv
 

@@ -131,9 +131,9 @@ class FlashAttentionBackend:
         server_layer, layer = layer, AttentionLayer.of(layer)
         if is_mha_form(batch, plan):
             return self._run_given(q, k, v, layer, batch, sinks, save_kv_cache)
-        queries, new_k, new_v = self._inputs(q, k, v, q_rope, k_rope, layer, batch, sinks)
         if self.config.use_mla:
             layer = latent_layer(layer)
+        queries, new_k, new_v = self._inputs(q, k, v, q_rope, k_rope, layer, batch, sinks)
         kind = layer_kind(layer, self.config.attention_chunk_size)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)

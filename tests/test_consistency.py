@@ -472,9 +472,6 @@ def test_on_a_cpu_a_table_that_leads_outside_the_pool_is_refused_without_fa_chec
 # ---- fields and arguments ---------------------------------------------------------------------------------------
 
 UNPLANNED = {
-    "mha_return_lse": True,
-    "attn_attend_prefix_cache": False,
-    "prefix_chunk_idx": 0,
     "encoder_lens": torch.tensor([1, 1, 1]),
     "encoder_out_cache_loc": torch.tensor([1]),
 }

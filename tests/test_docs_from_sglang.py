@@ -146,10 +146,6 @@ def graphs(package: Any) -> list[Callable[[], Any]]:
     return [lambda: package.FlashAttentionBackend(make_case().config).init_cuda_graph_state(8)]
 
 
-def mla(package: Any) -> list[Callable[[], Any]]:
-    return [lambda: package.FlashAttentionBackend(replace(make_case().config, use_mla=True))]
-
-
 def cross_attention(package: Any) -> list[Callable[[], Any]]:
     case = make_case()
     return [
@@ -164,7 +160,6 @@ def intel_gpus(package: Any) -> list[Callable[[], Any]]:
 
 MISSING = {
     "graphs": graphs,
-    "MLA": mla,
     "cross attention": cross_attention,
     "Intel GPUs": intel_gpus,
 }

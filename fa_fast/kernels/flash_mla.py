@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_fast.kernels._cpu_keys import joint_view
+from fa_fast.kernels.joint import joint_view
 
+DIMS = (64, 512)  # rope, latent
 PAGE_SIZE = 64
+TILE_ROWS = 64  # query rows of one sequence that a block of the kernel takes
 
 
 class FlashMLASchedule(NamedTuple):
@@ -34,13 +36,23 @@ def _functions() -> Any:
     return None if getattr(module, "_flashmla_import_error", None) is not None else module
 
 
-def is_faster(*, sequences: int, queries: int, heads: int, page_size: int, longest: int) -> bool:
-    """Whether FlashMLA runs this call, and was measured to run it faster than FA3 (docs/performance.md).
+def is_faster(
+    *, sequences: int, queries: int, heads: int, page_size: int, longest_q: int, longest_k: int, packed: bool
+) -> bool:
+    """Whether FlashMLA runs this call, and was measured to run it faster than FA3: see docs/performance.md.
 
-    queries: of all sequences; longest: the most of one, or a bound.
+    queries: of all sequences. longest_q, longest_k: bounds of one sequence. packed: a query's latent and rope parts lie
+    side by side; otherwise FlashMLA needs a copy of them.
     """
-    even = sequences > 0 and queries == sequences * longest
-    return page_size == PAGE_SIZE and even and sequences >= 32 and _functions() is not None
+    even = sequences > 0 and queries == sequences * longest_q
+    if page_size != PAGE_SIZE or not even or _functions() is None:
+        return False
+    tiles = sequences * -(-longest_q * heads // TILE_ROWS)
+    if not packed:  # the copy costs 2 us, more than what few heads can win
+        return longest_q * heads >= TILE_ROWS and tiles >= 16 and sequences >= 8
+    if longest_q > 1:
+        return sequences >= 8
+    return tiles >= 8 or longest_k <= 1024  # between them FA3 splits a long cache among more of the device
 
 
 def schedule(cache_seqlens: Tensor, rows: int) -> FlashMLASchedule:

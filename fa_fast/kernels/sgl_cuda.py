@@ -29,7 +29,7 @@ CAPABILITY = Capability(
     softcap=True,
     sinks=True,
     lse=True,
-    qv_dims=frozenset({(64, 512)}),
+    qv_dims=frozenset({(64, 512), (64, 256), (32, 512), (32, 256)}),
     qv_dtypes=frozenset({torch.bfloat16, torch.float16}),
     qv_trees=False,
     window=True,
@@ -146,15 +146,20 @@ def get_scheduler_metadata(
     has_softcap: bool,
     num_splits: int,
     queries: int,
+    longest_k: int,
     qv: bool,
+    packed: bool,
 ) -> Tensor | flash_mla.FlashMLASchedule | None:
     """The tile schedule of a call, made once a step for all layers that share a geometry; None if the build has none.
 
-    queries: query rows of all sequences. qv: absorbed MLA, where the schedule also says whether FlashMLA is to answer.
+    queries: query rows of all sequences. longest_k: a bound on the keys of one. qv: absorbed MLA, where the schedule
+    also says whether FlashMLA is to answer. packed: q and qv lie side by side in one tensor.
     """
     plain = window_size == (-1, -1) and not has_softcap and num_splits == 0
-    if qv and plain and dtype == torch.bfloat16 and flash_mla.is_faster(
-        sequences=sequences, queries=queries, heads=heads, page_size=page_size, longest=max_seqlen_q
+    served = qv and plain and (head_dim, v_head_dim) == flash_mla.DIMS and dtype == torch.bfloat16
+    if served and flash_mla.is_faster(
+        sequences=sequences, queries=queries, heads=heads, page_size=page_size, longest_q=max_seqlen_q,
+        longest_k=longest_k, packed=packed,
     ):  # fmt: skip
         return flash_mla.schedule(cache_seqlens, queries // sequences * heads)
     if getattr(_fa3(), "get_scheduler_metadata", None) is None:

@@ -69,7 +69,8 @@ def store_kv(
     _kernel[(k.shape[0],)](
         k, v, k_cache, v_cache, loc, loc if mapping is None else mapping.contiguous(),
         _scale(k_scale, k) if quantize else one, _scale(v_scale, v) if quantize else one,
-        k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0), k.shape[1] * k.shape[2], v.shape[1] * v.shape[2], k.shape[2], v.shape[2],
+        k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
+        k.shape[1] * k.shape[2], v.shape[1] * v.shape[2], k.shape[2], v.shape[2],
         MAPPED=mapping is not None, QUANTIZE=quantize,
         K_PER_HEAD=k_scale is not None and k_scale.numel() > 1,
         V_PER_HEAD=v_scale is not None and v_scale.numel() > 1,

@@ -372,15 +372,17 @@ def check_layer_inputs(
     check_sinks(sinks, layer, config)
 
 
-def check_value(layer: Any, name: str, value: object, rows: int, width: int, config: BackendConfig) -> None:
+def check_value(
+    layer: Any, name: str, value: object, rows: int, width: int, config: BackendConfig, counted: str = "new tokens"
+) -> None:
     """Raise BadBatch unless `value` is [rows, width], or [rows, heads, dim] of that size, as the config runs it."""
     device = torch.device(config.device).type
     if not isinstance(value, Tensor):
         raise BadBatch(f"layer {layer.layer_id}: {name} is {value!r}; it must be a tensor")
     if value.shape[:1].numel() != rows or value.numel() != rows * width:
         raise BadBatch(
-            f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {rows} new "
-            f"tokens, so {name} must be [{rows}, {width}] or [{rows}, heads, dim] of that size"
+            f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {rows} "
+            f"{counted}, so {name} must be [{rows}, {width}] or [{rows}, heads, dim] of that size"
         )
     if value.device.type != device or value.dtype != config.dtype:
         raise BadBatch(

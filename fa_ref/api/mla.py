@@ -6,6 +6,7 @@ key head, whose values are the latent. The *MHA form* expands latents to keys an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -128,7 +129,9 @@ def latent_inputs(
 def refuse_rope(q_rope: object, k_rope: object) -> None:
     """Raise BadBatch if a layer without latents was given rope parts."""
     if q_rope is not None or k_rope is not None:
-        raise BadBatch("q_rope or k_rope without use_mla; they are parts of an MLA layer: rotate q and k, and pass them")
+        raise BadBatch(
+            "q_rope or k_rope without use_mla; they are parts of an MLA layer: rotate q and k, and pass them"
+        )
 
 
 def _split(packed: Tensor, part: Tensor | None, heads: int, latent: int, rope: int) -> tuple[Tensor, Tensor]:
@@ -167,11 +170,10 @@ class PrefixChunks:
         )
 
 
-def chunk_prefix(
-    prefix_lens: Sequence[int], workspace_tokens: int, device: torch.device | str = "cpu"
-) -> PrefixChunks:
+def chunk_prefix(prefix_lens: Sequence[int], workspace_tokens: int, device: torch.device | str = "cpu") -> PrefixChunks:
     """Cut the requests' prefixes, laid end to end, every `workspace_tokens` keys.
 
+    Layers of one batch share the result: read it only.
     Every chunk but the last is full, so there are as few as the workspace allows; a request may have no key in one.
 
     >>> chunks = chunk_prefix([3, 0, 6], workspace_tokens=4)
@@ -180,12 +182,17 @@ def chunk_prefix(
     >>> chunks.starts.tolist()
     [[0, 0, 0], [3, 0, 1], [3, 0, 5]]
     """
-    if workspace_tokens < 1 or any(int(n) < 0 for n in prefix_lens):
+    return _chunks(tuple(int(n) for n in prefix_lens), workspace_tokens, torch.device(device))
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a batch ask for the same, and the copy to a device waits for it
+def _chunks(prefix_lens: tuple[int, ...], workspace_tokens: int, device: torch.device) -> PrefixChunks:
+    if workspace_tokens < 1 or any(n < 0 for n in prefix_lens):
         raise BadBatch(
             f"workspace_tokens is {workspace_tokens}, prefix_lens {list(prefix_lens)}; a chunk holds at least one key, "
             "a prefix at least 0"
         )
-    lens = torch.tensor([int(n) for n in prefix_lens], dtype=torch.int64)
+    lens = torch.tensor(prefix_lens, dtype=torch.int64)
     ends = torch.cumsum(lens, dim=0)
     total = int(ends[-1]) if len(lens) else 0
     cuts = torch.arange(-(-total // workspace_tokens) + 1)[:, None] * workspace_tokens
@@ -210,8 +217,8 @@ def is_mha_form(batch: Any, plan: AttentionPlan) -> bool:
     mha = attend is not None and not (plan.forward_mode.is_target_verify() or plan.forward_mode.is_draft_extend())
     if not mha and getattr(batch, "mha_return_lse", False):
         raise BadBatch(
-            f"mha_return_lse=True in {plan.forward_mode.name} with attn_attend_prefix_cache={attend}; only the MHA form "
-            "of MLA returns its LSE: set attn_attend_prefix_cache to False or True there, or mha_return_lse to False"
+            f"mha_return_lse=True in {plan.forward_mode.name} with attn_attend_prefix_cache={attend}; only the MHA "
+            "form of MLA returns its LSE: set attn_attend_prefix_cache there, or mha_return_lse to False"
         )
     return mha
 
@@ -253,8 +260,8 @@ def mha_call(
     elif batch.mha_one_shot:
         cu_seqlens_k, max_seqlen_k, keys = given.cu_seqlens_k, given.max_seqlen_k, given.keys
     keys = k.shape[0] if keys is None else keys
-    check_value(layer, "k", k, keys, layer.tp_k_head_num * layer.head_dim, config)
-    check_value(layer, "v", v, keys, layer.tp_v_head_num * layer.v_head_dim, config)
+    check_value(layer, "k", k, keys, layer.tp_k_head_num * layer.head_dim, config, "keys here")
+    check_value(layer, "v", v, keys, layer.tp_v_head_num * layer.v_head_dim, config, "keys here")
     return dict(
         q=q.reshape(-1, layer.tp_q_head_num, layer.head_dim),
         k=k.reshape(-1, layer.tp_k_head_num, layer.head_dim),
