@@ -389,6 +389,7 @@ class FlashAttentionBackend:
                 dtype=on.keys.dtype,
                 queries=on.q.shape[0],
                 longest_k=step.max_seqlen_k,
+                indexed=step.row_index is not None,
                 qv=mla,
                 packed=on.qv is not None and joint_view(on.qv, on.q) is not None,
                 cache_seqlens=step.cache_seqlens,

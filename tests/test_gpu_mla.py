@@ -10,7 +10,7 @@ import torch
 import fa_fast
 from fa_fast.kernels import flash_mla
 from fa_fast.kernels.flash_mla import FlashMLASchedule
-from fa_ref import ForwardMode
+from fa_ref import ForwardMode, LayerKind
 from fa_ref.cases import make_case
 
 pytestmark = pytest.mark.gpu
@@ -73,8 +73,9 @@ def test_unpacked_queries_are_packed_for_flash_mla(monkeypatch):
 def test_what_flash_mla_cannot_run_goes_to_fa3(monkeypatch):
     """Other pages, ragged queries, softcap, sinks and deterministic mode: right all the same."""
     monkeypatch.setattr(flash_mla, "is_faster", lambda **call: call["page_size"] == 64)
-    for settings in (dict(softcap=5.0), dict(sinks=True), dict(deterministic=True), dict(page_size=16)):
-        case = make_case(ForwardMode.DECODE, **LATENTS | dict(prefix_lens=LENS, heads=16) | settings)
+    shared_rows = dict(mode=ForwardMode.TARGET_VERIFY, trees=TREES, kind=LayerKind.LOCAL, chunk=64)
+    for settings in (dict(softcap=5.0), dict(sinks=True), dict(deterministic=True), dict(page_size=16), shared_rows):
+        case = make_case(**dict(mode=ForwardMode.DECODE) | LATENTS | dict(prefix_lens=LENS, heads=16) | settings)
         assert case.judge(case.run(fa_fast)).ok, settings
 
 

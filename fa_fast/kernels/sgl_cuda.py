@@ -147,15 +147,16 @@ def get_scheduler_metadata(
     num_splits: int,
     queries: int,
     longest_k: int,
+    indexed: bool,
     qv: bool,
     packed: bool,
 ) -> Tensor | flash_mla.FlashMLASchedule | None:
     """The tile schedule of a call, made once a step for all layers that share a geometry; None if the build has none.
 
-    queries: query rows of all sequences. longest_k: a bound on the keys of one. qv: absorbed MLA, where the schedule
+    queries: query rows of all sequences. longest_k: a bound on the keys of one. indexed: rows of the table are picked by index. qv: absorbed MLA, where the schedule
     also says whether FlashMLA is to answer. packed: q and qv lie side by side in one tensor.
     """
-    plain = window_size == (-1, -1) and not has_softcap and num_splits == 0
+    plain = window_size == (-1, -1) and not has_softcap and num_splits == 0 and not indexed
     served = qv and plain and (head_dim, v_head_dim) == flash_mla.DIMS and dtype == torch.bfloat16
     if served and flash_mla.is_faster(
         sequences=sequences, queries=queries, heads=heads, page_size=page_size, longest_q=max_seqlen_q,
