@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import fa_fast
 import fa_ref
+from fa_fast.kernels import flash_mla
 from fa_ref import BadBatch, BadConfig, ForwardMode, LayerKind, MLAProjections, chunk_prefix
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 from fa_ref.cases import Case, make_case
@@ -398,4 +398,48 @@ def test_projections_of_other_shapes_are_refused():
         MLAProjections.of_kv_b_proj(torch.zeros(24, 16), heads=2, nope=12)
 
 
-assert fa_fast.chunk_prefix is chunk_prefix
+# ---- which kernel runs a decode on CUDA ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """FlashMLA installed on a device of 132 processors."""
+    monkeypatch.setattr(flash_mla, "_functions", lambda: flash_mla)
+    monkeypatch.setattr(flash_mla, "_processors", lambda: 132)
+
+
+def flash_runs(sequences: int, longest_k: int, heads: int, **call: Any) -> bool:
+    settings = dict(queries=sequences, page_size=64, longest_q=1, packed=True) | call
+    return flash_mla.is_faster(sequences=sequences, heads=heads, longest_k=longest_k, **settings)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_measured_winner_is_chosen(heads):
+    assert not flash_runs(1, 4096, heads)
+    assert not flash_runs(1, 32768, heads)
+    for requests in (32, 128):
+        assert flash_runs(requests, 4096, heads)
+        assert flash_runs(requests, 32768, heads)
+    assert flash_runs(1, 1024, heads)
+
+
+@pytest.mark.usefixtures("h200")
+def test_calls_that_flash_mla_cannot_run_are_never_given_to_it():
+    assert not flash_runs(32, 4096, 128, page_size=16)
+    assert not flash_runs(32, 4096, 128, queries=33, longest_q=2)  # ragged
+    assert flash_runs(32, 4096, 128, queries=64, longest_q=2)
+    assert not flash_runs(0, 4096, 128)
+    assert not flash_runs(32, 4096, 16, packed=False)
+    assert flash_runs(32, 4096, 128, packed=False)
+
+
+def test_without_flash_mla_fa3_runs_everything(monkeypatch):
+    monkeypatch.setattr(flash_mla, "_functions", lambda: None)
+    assert not flash_runs(32, 4096, 128)
+
+
+def test_pages_are_split_among_blocks_as_counted_by_hand():
+    assert flash_mla.split_among(132, sequences=1, rows=16, pages=64) == (1, 64)  # 69 pages for 132 parts
+    assert flash_mla.split_among(132, sequences=4, rows=128, pages=128) == (9, 15)  # 532 pages for 66 parts
+    assert flash_mla.split_among(4, sequences=1, rows=1024, pages=7) == (12, 1)

@@ -47,12 +47,27 @@ def is_faster(
     even = sequences > 0 and queries == sequences * longest_q
     if page_size != PAGE_SIZE or not even or _functions() is None:
         return False
-    tiles = sequences * -(-longest_q * heads // TILE_ROWS)
-    if not packed:  # the copy costs 2 us, more than what few heads can win
-        return longest_q * heads >= TILE_ROWS and tiles >= 16 and sequences >= 8
-    if longest_q > 1:
-        return sequences >= 8
-    return tiles >= 8 or longest_k <= 1024  # between them FA3 splits a long cache among more of the device
+    rows = longest_q * heads
+    if not packed and (rows < TILE_ROWS or sequences < 16):  # the copy costs 2 us, more than these can win
+        return False
+    pages, splits = split_among(_processors(), sequences=sequences, rows=rows, pages=-(-longest_k // PAGE_SIZE))
+    return splits <= (16 if rows < TILE_ROWS else 26) or pages >= 16
+
+
+def split_among(processors: int, *, sequences: int, rows: int, pages: int) -> tuple[int, int]:
+    """(pages that one thread block reads, blocks that share a sequence), by FlashMLA's own scheduler.
+
+    It cuts the pages of all sequences into equal parts and counts five pages for starting a sequence. Merging what the
+    blocks of one sequence found is what FlashMLA is slow at: FA3 wins where many share a short one.
+    """
+    parts = max(1, processors // -(-rows // TILE_ROWS))
+    each = max(1, -(-sequences * (pages + 5) // parts))
+    return each, -(-pages // each)
+
+
+@functools.cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
 
 
 def schedule(cache_seqlens: Tensor, rows: int) -> FlashMLASchedule:

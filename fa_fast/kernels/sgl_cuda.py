@@ -153,8 +153,8 @@ def get_scheduler_metadata(
 ) -> Tensor | flash_mla.FlashMLASchedule | None:
     """The tile schedule of a call, made once a step for all layers that share a geometry; None if the build has none.
 
-    queries: query rows of all sequences. longest_k: a bound on the keys of one. indexed: rows of the table are picked by index. qv: absorbed MLA, where the schedule
-    also says whether FlashMLA is to answer. packed: q and qv lie side by side in one tensor.
+    queries: query rows of all sequences. longest_k: a bound on the keys of one. indexed: the table has a row index.
+    qv: absorbed MLA, where the schedule also says whether FlashMLA is to answer. packed: q and qv lie side by side.
     """
     plain = window_size == (-1, -1) and not has_softcap and num_splits == 0 and not indexed
     served = qv and plain and (head_dim, v_head_dim) == flash_mla.DIMS and dtype == torch.bfloat16
