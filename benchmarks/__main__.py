@@ -1,4 +1,4 @@
-"""python -m benchmarks [--device cpu|cuda] [--only TEXT] [--json FILE]
+"""python -m benchmarks [--device cpu|cuda] [--suite NAME] [--only TEXT] [--json FILE]
 
 Prints every row as a ratio against its peer, and writes them with device, versions and commit as JSON.
 """
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-SUITES = {"cpu": ("benchmarks.cpu_attention",), "cuda": ("benchmarks.cuda_attention", "benchmarks.cuda_speculation")}
+SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla")}  # modules: DEVICE_NAME.py
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SUITES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--suite", help="attention, speculation or mla; all that the device has without it")
     parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", help="write the results to this file")
@@ -28,8 +29,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
 
     rows = []
-    for suite in SUITES[args.device]:
-        for row in import_module(suite).rows(args.device, only=args.only):
+    known = SUITES[args.device]
+    if args.suite not in (None, *known):
+        parser.error(f"--suite {args.suite} on {args.device}; there are {', '.join(known)}")
+    for suite in [args.suite] if args.suite else known:
+        for row in import_module(f"benchmarks.{args.device}_{suite}").rows(args.device, only=args.only):
             rows.append(row.as_dict())
             print(
                 f"{row.ratio:7.2f}x  {row.ours_us:10.1f} us against {row.peer_us:10.1f}  {row.row}  [{row.peer}]",

@@ -57,6 +57,7 @@ def gpu_rounds(*works: Work, repeats: int = 1) -> list[list[float]]:
 
 
 def _capture(work: Work) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

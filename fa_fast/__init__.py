@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fa_fast.backend import FlashAttentionBackend
     from fa_fast.functional import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
+    from fa_fast.mla import mla_attention
     from fa_fast.multi_step import FlashAttentionMultiStepBackend
     from fa_fast.planning import plan_batch
     from fa_fast.planning.local import make_local_attention_virtual_batches
@@ -29,6 +30,7 @@ _HOME = {
     "flash_attn_with_kvcache": "fa_fast.functional",
     "grow": "fa_fast.speculative",
     "make_local_attention_virtual_batches": "fa_fast.planning.local",
+    "mla_attention": "fa_fast.mla",
     "merge_state": "fa_fast.functional",
     "plan_batch": "fa_fast.planning",
     "select": "fa_fast.speculative",
@@ -54,9 +56,12 @@ __all__ = [
     "FlashAttentionMultiStepBackend",
     "ForwardBatch",
     "ForwardMode",
+    "GivenKeys",
     "LayerKind",
     "MHAKVPool",
     "MLAKVPool",
+    "MLAProjections",
+    "PrefixChunks",
     "ProviderNotInstalled",
     "ReqToTokenPool",
     "SWAKVPool",
@@ -64,6 +69,7 @@ __all__ = [
     "UnsupportedByProvider",
     "VerifyInput",
     "build_tree",
+    "chunk_prefix",
     "compact_kv",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
@@ -71,6 +77,7 @@ __all__ = [
     "layer_kind",
     "make_local_attention_virtual_batches",
     "merge_state",
+    "mla_attention",
     "plan_batch",
     "select",
     "start",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_fast.kernels.joint import joint_view
 from fa_fast.kernels.select import Provider, provider_for
 from fa_fast.planning import plan_batch
 from fa_fast.write import write_kv
@@ -30,11 +31,30 @@ from fa_ref.api import (
 from fa_ref.api.bounds import key_rows, page_size_of, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
 from fa_ref.api.encoder import check_encoder_writes
+from fa_ref.api.mla import is_mha_form, latent_inputs, latent_layer, mha_call, refuse_rope
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
-from fa_ref.api.support import refuse_unplanned_config
 
 _LAYER_FIELDS = (*(f.name for f in fields(AttentionLayer)), "attn_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operands:
+    """What the passes of one layer share."""
+
+    q: Tensor  # [tokens, heads, head_dim]; absorbed MLA: its rope part
+    qv: Tensor | None  # absorbed MLA: [tokens, heads, latent], what meets the latent
+    k: Tensor | None  # new keys [tokens, kv_heads, head_dim]; absorbed MLA: latents
+    v: Tensor | None  # new values; absorbed MLA: the keys' rope part
+    keys: Tensor  # the layer's buffer [slots, kv_heads, head_dim]; MLA: rows of [latent | rope]
+    values: Tensor  # [slots, kv_heads, v_head_dim]; MLA: the latent part of keys
+    layer: AttentionLayer
+    geometry: _Geometry
+    sinks: Tensor | None
+
+    def rows(self, index: Tensor) -> _Operands:
+        """The operands of some query rows; what is new in the cache is then read from there."""
+        return replace(self, q=self.q[index], qv=None if self.qv is None else self.qv[index], k=None, v=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +90,13 @@ class FlashAttentionBackend:
         provider: str | None = None,
     ) -> None:
         self.config = BackendConfig.from_model_runner(runner)
-        refuse_unplanned_config(self.config)
         self.kernels: Provider = provider_for(self.config.device, provider)
         self.provider = self.kernels.CAPABILITY.provider
         self.skip_prefill = skip_prefill
         self.speculative_step_id, self.topk = speculative_step_id, topk
         self.speculative_num_steps = speculative_num_steps
         self._num_splits = 1 if self.config.deterministic else 0
+        self._expands = self._expands_trees()
         self._layers: dict[tuple[Any, ...], tuple[Any, AttentionLayer, _Geometry]] = {}  # checked, each with its pool
         self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
         self._plan: AttentionPlan | None = None
@@ -102,7 +122,7 @@ class FlashAttentionBackend:
 
     def use_plan(self, plan: AttentionPlan) -> None:
         """Take a plan made elsewhere: the steps of a draft are planned together."""
-        if self.config.tree_attention == "expand":
+        if self._expands:
             expanded = {kind: tuple(map(_expanded, passes)) for kind, passes in plan.passes.items()}
             plan = replace(plan, passes=expanded)
         self._plan = plan
@@ -116,12 +136,14 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
         if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
     def forward_extend(
         self,
@@ -131,35 +153,49 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
 
         k and v None: attend to the cache as it is. On a CROSS layer they are the encoder's, given once: one row a slot
         of encoder_out_cache_loc.
+        MLA: q and k are packed [latent | rope], or q_rope and k_rope hold their rope part; v is not read. In a batch
+        with attn_attend_prefix_cache set, the MHA form: k and v are expanded, nothing is written, and with
+        mha_return_lse the result is a state for merge_state, (out [tokens, heads, v_head_dim], lse (tokens, heads)).
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
         check_planned(plan, batch)
+        if is_mha_form(batch, plan):
+            return self._given(q, k, v, AttentionLayer.of(layer), batch, sinks, save_kv_cache)
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         server_layer = layer
         layer, geometry = self._layer(server_layer, pool, sinks)
         passes = plan.for_kind(geometry.kind)
-        rows = key_rows(batch, geometry.kind, plan.num_tokens)
-        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks, rows)
         for step in passes:
             check_cut(step, layer)
-        if k is not None and v is not None:
-            k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
-            v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
-            if save_kv_cache and k.shape[0]:
-                if geometry.kind is LayerKind.CROSS:
-                    check_encoder_writes(batch, self.config)
-                loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens, geometry.kind)
-                write_kv(pool, server_layer, loc, k, v)
-        queries = q.reshape(-1, geometry.heads, geometry.head_dim)
-        if queries.shape[0] == 0 or not passes:
-            return q.new_zeros(queries.shape[0], geometry.heads * geometry.v_head_dim)
-        out = self._run(passes, queries, k, v, layer, geometry, pool, sinks)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        common: dict[str, Any] = dict(keys=keys, values=values, layer=layer, geometry=geometry, sinks=sinks)
+        if self.config.use_mla:
+            given = latent_inputs(q, k, v, q_rope, k_rope, layer, plan.num_tokens, self.config, sinks)
+            on = _Operands(q=given.q_rope, qv=given.q_nope, k=given.latent, v=given.k_rope, **common)
+        else:
+            refuse_rope(q_rope, k_rope)
+            rows = key_rows(batch, geometry.kind, plan.num_tokens)
+            check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks, rows)
+            if k is not None and v is not None:
+                k = k.reshape(-1, geometry.kv_heads, geometry.head_dim)
+                v = v.reshape(-1, geometry.kv_heads, geometry.v_head_dim)
+            on = _Operands(q=q.reshape(-1, geometry.heads, geometry.head_dim), qv=None, k=k, v=v, **common)
+        if on.k is not None and on.v is not None and save_kv_cache and on.k.shape[0]:
+            if geometry.kind is LayerKind.CROSS:
+                check_encoder_writes(batch, self.config)
+            loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens, geometry.kind)
+            write_kv(pool, server_layer, loc, on.k, on.v)
+        if on.q.shape[0] == 0 or not passes:
+            return q.new_zeros(on.q.shape[0], geometry.heads * geometry.v_head_dim)
+        out = self._run(passes, on)
         return out.reshape(out.shape[0], -1)
 
     def forward_decode(
@@ -170,10 +206,12 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The same for decode: the plan differs, running it does not."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padded row of a captured graph: 1, on the padding slot."""
@@ -192,6 +230,13 @@ class FlashAttentionBackend:
         """A server's batch; a draft must be the one that this backend was built for."""
         return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
 
+    def _expands_trees(self) -> bool:
+        """Whether a tree runs as one sequence a draft, through a page table. Raises if neither way is there."""
+        fused = self.kernels.CAPABILITY.qv_trees or not self.config.use_mla
+        if self.config.tree_attention == "fused" and not fused:
+            raise self.kernels.CAPABILITY.refuse("tree_attention='fused' over latents", "'expand' and 'auto' for MLA")
+        return self.config.tree_attention == "expand" or not fused
+
     def _layer(self, layer: Any, pool: Any, sinks: Tensor | None) -> tuple[AttentionLayer, _Geometry]:
         """The layer with its geometry, checked against pool and provider the first time these values are seen."""
         key = (id(pool), sinks is not None, *[getattr(layer, name, None) for name in _LAYER_FIELDS])
@@ -199,6 +244,9 @@ class FlashAttentionBackend:
         if known is not None and known[0] is pool:
             return known[1:]
         layer = AttentionLayer.of(layer)
+        mla = self.config.use_mla
+        if mla:
+            layer = latent_layer(layer)
         check_layer_pool(layer, self.config, pool)
         check_window(layer, self.config)
         geometry = _Geometry(
@@ -213,88 +261,80 @@ class FlashAttentionBackend:
         self.kernels.CAPABILITY.require(
             dtype=self.config.dtype,
             kv_dtype=self.config.kv_cache_dtype,
-            head_dim=geometry.head_dim,
+            head_dim=geometry.head_dim - (geometry.v_head_dim if mla else 0),
             v_head_dim=geometry.v_head_dim,
             page_size=page_size_of(geometry.kind, self.config),
             softcap=geometry.softcap != 0,
             sinks=sinks is not None,
+            qv=mla,
             window=geometry.kind is LayerKind.SLIDING,
         )
         self._layers[key] = (pool, layer, geometry)
         return layer, geometry
 
-    def _run(
+    def _given(
         self,
-        passes: tuple[Any, ...],
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
-        layer: Any,
-        geometry: _Geometry,
-        pool: Any,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
         sinks: Tensor | None,
-    ) -> Tensor:
+        save_kv_cache: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """MLA in the MHA form: the caller's own keys and values, contiguous."""
+        call = mha_call(q, k, v, layer, batch, self.forward_metadata, self.config, sinks, save_kv_cache)
+        self.kernels.CAPABILITY.require(
+            dtype=self.config.dtype,
+            kv_dtype=self.config.dtype,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            softcap=layer.logit_cap != 0,
+            sinks=sinks is not None,
+            lse=batch.mha_return_lse,
+        )
+        result = self.kernels.flash_attn_varlen_func(
+            **call, num_splits=self._num_splits, return_softmax_lse=batch.mha_return_lse
+        )
+        return result if batch.mha_return_lse else result.reshape(result.shape[0], -1)
+
+    def _run(self, passes: tuple[Any, ...], on: _Operands) -> Tensor:
         """The passes of a plan either cover all query rows and merge, or split the rows among them."""
         if passes[0].token_index is not None:
-            out = q.new_zeros(q.shape[0], geometry.heads, geometry.v_head_dim)
+            out = on.q.new_zeros(on.q.shape[0], on.geometry.heads, on.geometry.v_head_dim)
             for step in passes:
-                part = self._call(step, q[step.token_index], None, None, layer, geometry, pool, sinks, False)
-                out.index_copy_(0, step.token_index.long(), part)
+                out.index_copy_(0, step.token_index.long(), self._call(step, on.rows(step.token_index), False))
             return out
         if len(passes) == 1:
-            return self._call(passes[0], q, k, v, layer, geometry, pool, sinks, False)
+            return self._call(passes[0], on, False)
         tree = passes[-1] if isinstance(passes[-1], TreePass) else None
         parts = passes[:-1] if tree is not None else passes
-        out, lse = self._call(parts[0], q, k, v, layer, geometry, pool, sinks, True)
+        out, lse = self._call(parts[0], on, True)
         for step in parts[1:]:
-            out, lse = self.kernels.merge_state(
-                out, lse, *self._call(step, q, k, v, layer, geometry, pool, sinks, True)
-            )
-        return out if tree is None else self._tree(tree, q, layer, geometry, pool, sinks, out, lse)
+            out, lse = self.kernels.merge_state(out, lse, *self._call(step, on, True))
+        return out if tree is None else self._tree(tree, on, out, lse)
 
-    def _tree(
-        self,
-        step: TreePass,
-        q: Tensor,
-        layer: Any,
-        geometry: _Geometry,
-        pool: Any,
-        sinks: Tensor | None,
-        prefix_out: Tensor,
-        prefix_lse: Tensor,
-    ) -> Tensor:
+    def _tree(self, step: TreePass, on: _Operands, prefix_out: Tensor, prefix_lse: Tensor) -> Tensor:
         """The draft tokens under their tree mask, joined with the prefix's state in the same kernel."""
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        fp8 = keys.dtype == FP8
+        fp8 = on.keys.dtype == FP8
         return self.kernels.tree_attention(
-            q,
-            keys,
-            values,
+            on.q if on.qv is None else torch.cat([on.qv, on.q], dim=-1),
+            on.keys,
+            on.values,
             step.slots,
             step.mask,
-            softmax_scale=layer.scaling,
-            softcap=geometry.softcap,
-            sinks=sinks if step.takes_sinks else None,
-            k_scale=head_scale(layer.k_scale, q.device) if fp8 else None,
-            v_scale=head_scale(layer.v_scale, q.device) if fp8 else None,
+            softmax_scale=on.layer.scaling,
+            softcap=on.geometry.softcap,
+            sinks=on.sinks if step.takes_sinks else None,
+            k_scale=head_scale(on.layer.k_scale, on.q.device) if fp8 else None,
+            v_scale=head_scale(on.layer.v_scale, on.q.device) if fp8 else None,
             prefix_out=prefix_out,
             prefix_lse=prefix_lse,
         )
 
-    def _call(
-        self,
-        step: AttentionPass,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        geometry: _Geometry,
-        pool: Any,
-        sinks: Tensor | None,
-        return_lse: bool,
-    ) -> Any:
+    def _call(self, step: AttentionPass, on: _Operands, return_lse: bool) -> Any:
         """One pass, as one kernel call."""
-        keys, values = pool.get_kv_buffer(layer.layer_id)
+        layer, geometry = on.layer, on.geometry
         # A window that no key of the pass lies outside of is left out: the plain kernel is the faster one.
         windowed = step.uses_window and step.max_seqlen_k > geometry.window_left + 1
         common = dict(
@@ -304,39 +344,46 @@ class FlashAttentionBackend:
             softcap=geometry.softcap,
             num_splits=self._num_splits,
             return_softmax_lse=return_lse,
-            sinks=sinks if step.takes_sinks else None,
+            sinks=on.sinks if step.takes_sinks else None,
         )
-        if step.keys_are_new and k is not None and k.dtype == keys.dtype:
+        if step.keys_are_new and on.qv is None and on.k is not None and on.k.dtype == on.keys.dtype:
             return self.kernels.flash_attn_varlen_func(
-                q=q,
-                k=k,
-                v=v,
+                q=on.q,
+                k=on.k,
+                v=on.v,
                 cu_seqlens_q=step.cu_seqlens_q,
                 cu_seqlens_k=step.cu_seqlens_q,
                 max_seqlen_q=step.max_seqlen_q,
                 max_seqlen_k=step.max_seqlen_q,
                 **common,
             )
-        fp8 = keys.dtype == FP8
+        fp8 = on.keys.dtype == FP8
+        k_cache = on.keys.view(-1, step.page_size, geometry.kv_heads, geometry.head_dim)
+        if on.qv is not None:
+            k_cache, v_cache = k_cache[..., geometry.v_head_dim :], k_cache[..., : geometry.v_head_dim]
+        else:
+            v_cache = on.values.view(-1, step.page_size, geometry.kv_heads, geometry.v_head_dim)
         return self.kernels.flash_attn_with_kvcache(
-            q=q,
-            k_cache=keys.view(-1, step.page_size, geometry.kv_heads, geometry.head_dim),
-            v_cache=values.view(-1, step.page_size, geometry.kv_heads, geometry.v_head_dim),
+            q=on.q,
+            qv=on.qv,
+            k_cache=k_cache,
+            v_cache=v_cache,
             page_table=step.page_table,
             cache_batch_idx=step.row_index,
             cache_seqlens=step.cache_seqlens,
             cu_seqlens_q=step.cu_seqlens_q,
             max_seqlen_q=step.max_seqlen_q,
-            k_descale=_descale(layer, "k_scale", step, geometry, q.device) if fp8 else None,
-            v_descale=_descale(layer, "v_scale", step, geometry, q.device) if fp8 else None,
-            scheduler_metadata=self._schedule(step, geometry, windowed, keys.dtype),
+            k_descale=_descale(layer, "k_scale", step, geometry, on.q.device) if fp8 else None,
+            v_descale=_descale(layer, "v_scale", step, geometry, on.q.device) if fp8 else None,
+            scheduler_metadata=self._schedule(step, on, windowed),
             **common,
         )
 
-    def _schedule(self, step: AttentionPass, geometry: _Geometry, windowed: bool, dtype: torch.dtype) -> Any:
+    def _schedule(self, step: AttentionPass, on: _Operands, windowed: bool) -> Any:
         """The kernel's tile schedule for this pass: made at its first layer, shared by all layers like it."""
         if self.kernels.get_scheduler_metadata is None:
             return None
+        geometry, mla = on.geometry, on.qv is not None
         key = (geometry, id(step))
         if key not in self._schedules:
             self._schedules[key] = self.kernels.get_scheduler_metadata(
@@ -345,9 +392,14 @@ class FlashAttentionBackend:
                 max_seqlen_k=step.page_table.shape[1] * step.page_size,
                 heads=geometry.heads,
                 kv_heads=geometry.kv_heads,
-                head_dim=geometry.head_dim,
+                head_dim=geometry.head_dim - (geometry.v_head_dim if mla else 0),
                 v_head_dim=geometry.v_head_dim,
-                dtype=dtype,
+                dtype=on.keys.dtype,
+                queries=on.q.shape[0],
+                longest_k=step.max_seqlen_k,
+                indexed=step.row_index is not None,
+                qv=mla,
+                packed=on.qv is not None and joint_view(on.qv, on.q) is not None,
                 cache_seqlens=step.cache_seqlens,
                 cu_seqlens_q=step.cu_seqlens_q,
                 page_size=step.page_size,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fa_ref.api import *
     from fa_ref.backend import FlashAttentionBackend
     from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache, merge_state
+    from fa_ref.mla import mla_attention
     from fa_ref.multi_step import FlashAttentionMultiStepBackend
     from fa_ref.planning import plan_batch
     from fa_ref.planning.local import make_local_attention_virtual_batches
@@ -29,6 +30,7 @@ _HOME = {
     "flash_attn_with_kvcache": "fa_ref.kernels",
     "grow": "fa_ref.speculative",
     "make_local_attention_virtual_batches": "fa_ref.planning.local",
+    "mla_attention": "fa_ref.mla",
     "merge_state": "fa_ref.kernels",
     "plan_batch": "fa_ref.planning",
     "select": "fa_ref.speculative",
@@ -54,9 +56,12 @@ __all__ = [
     "FlashAttentionMultiStepBackend",
     "ForwardBatch",
     "ForwardMode",
+    "GivenKeys",
     "LayerKind",
     "MHAKVPool",
     "MLAKVPool",
+    "MLAProjections",
+    "PrefixChunks",
     "ProviderNotInstalled",
     "ReqToTokenPool",
     "SWAKVPool",
@@ -64,6 +69,7 @@ __all__ = [
     "UnsupportedByProvider",
     "VerifyInput",
     "build_tree",
+    "chunk_prefix",
     "compact_kv",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
@@ -71,6 +77,7 @@ __all__ = [
     "layer_kind",
     "make_local_attention_virtual_batches",
     "merge_state",
+    "mla_attention",
     "plan_batch",
     "select",
     "start",

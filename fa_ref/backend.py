@@ -29,11 +29,11 @@ from fa_ref.api import (
 from fa_ref.api.bounds import key_rows, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
 from fa_ref.api.encoder import check_encoder_writes
+from fa_ref.api.mla import is_mha_form, latent_inputs, latent_layer, mha_call, refuse_rope
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
-from fa_ref.api.support import refuse_unplanned_config
 from fa_ref.attention import AttentionState, attention, merge, wide
-from fa_ref.kernels import flash_attn_with_kvcache
+from fa_ref.kernels import flash_attn_varlen_func, flash_attn_with_kvcache
 from fa_ref.oracle import masked_attention
 from fa_ref.planning import plan_batch
 
@@ -61,7 +61,6 @@ class FlashAttentionBackend:
         if provider not in (None, *PROVIDERS):
             raise BadConfig(f"provider {provider!r}; the reference has {', '.join(map(repr, PROVIDERS))}")
         self.config = BackendConfig.from_model_runner(runner)
-        refuse_unplanned_config(self.config)
         self.provider = provider or "masks"
         self.skip_prefill = skip_prefill
         self.speculative_step_id, self.topk = speculative_step_id, topk
@@ -100,12 +99,14 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
         if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
     def forward_extend(
         self,
@@ -115,27 +116,34 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Write k and v to the cache, then attend. save_kv_cache=False: they are in the cache already.
 
         k and v None: attend to the cache as it is. On a CROSS layer they are the encoder's, given once: one row a slot
         of encoder_out_cache_loc.
+        MLA: q and k are packed [latent | rope], or q_rope and k_rope hold their rope part; v is not read. In a batch
+        with attn_attend_prefix_cache set, the MHA form: k and v are expanded, nothing is written, and with
+        mha_return_lse the result is a state for merge_state, (out [tokens, heads, v_head_dim], lse (tokens, heads)).
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
         check_planned(plan, batch)
         server_layer, layer = layer, AttentionLayer.of(layer)
-        check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
+        if is_mha_form(batch, plan):
+            return self._run_given(q, k, v, layer, batch, sinks, save_kv_cache)
+        if self.config.use_mla:
+            layer = latent_layer(layer)
         kind = layer_kind(layer, self.config.attention_chunk_size)
+        check_layer_pool(layer, self.config, batch.token_to_kv_pool or self.config.token_to_kv_pool)
         check_window(layer, self.config)
         passes = plan.for_kind(kind)
-        rows = key_rows(batch, kind, plan.num_tokens)
-        check_layer_inputs(q, k, v, layer, plan.num_tokens, self.config, sinks, rows)
+        queries, new_k, new_v = self._inputs(q, k, v, q_rope, k_rope, layer, batch, kind, sinks)
         for step in passes:
             check_cut(step, layer)
-        if k is not None and v is not None and save_kv_cache:
-            self._write_kv(k, v, server_layer, batch, kind)
-        queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if new_k is not None and new_v is not None and save_kv_cache:
+            self._write_kv(new_k, new_v, server_layer, batch, kind)
         if self.provider == "masks":
             oracle = masked_attention(
                 queries,
@@ -165,10 +173,12 @@ class FlashAttentionBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The same for decode: the plan differs, running it does not."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of a padded row of a captured graph: 1, on the padding slot."""
@@ -183,6 +193,31 @@ class FlashAttentionBackend:
     def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
         self.init_cuda_graph_state(0)
 
+    def _inputs(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        q_rope: Tensor | None,
+        k_rope: Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        kind: LayerKind,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """q [tokens, heads, head_dim], and what is new in the cache: k and v, or the latent and its rope part."""
+        tokens, config = self.forward_metadata.num_tokens, self.config
+        if config.use_mla:
+            given = latent_inputs(q, k, v, q_rope, k_rope, layer, tokens, config, sinks)
+            return torch.cat([given.q_nope, given.q_rope], dim=-1), given.latent, given.k_rope
+        refuse_rope(q_rope, k_rope)
+        check_layer_inputs(q, k, v, layer, tokens, config, sinks, key_rows(batch, kind, tokens))
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if k is None or v is None:
+            return queries, None, None
+        keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
+        return queries, keys, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+
     def _batch(self, batch: Any) -> ForwardBatch:
         """A server's batch; a draft must be the one that this backend was built for."""
         return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
@@ -196,9 +231,27 @@ class FlashAttentionBackend:
         if loc is None:
             raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
         pool, sizes = batch.token_to_kv_pool or self.config.token_to_kv_pool, AttentionLayer.of(layer)
-        keys = k.reshape(-1, sizes.tp_k_head_num, sizes.head_dim)
-        values = v.reshape(-1, sizes.tp_v_head_num, sizes.v_head_dim)
-        pool.set_kv_buffer(layer, loc.long(), keys, values, sizes.k_scale, sizes.v_scale)
+        if self.config.use_mla:
+            pool.set_mla_kv_buffer(layer, loc.long(), k, v)
+        else:
+            pool.set_kv_buffer(layer, loc.long(), k, v, sizes.k_scale, sizes.v_scale)
+
+    def _run_given(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        sinks: Tensor | None,
+        save_kv_cache: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The MHA form: keys and values of every head, given by the caller. The mask is the batch's either way."""
+        call = mha_call(q, k, v, layer, batch, self.forward_metadata, self.config, sinks, save_kv_cache)
+        call |= {name: wide(call[name]) for name in ("q", "k", "v")}
+        out, lse = flash_attn_varlen_func(**call, return_softmax_lse=True)
+        out = out.to(q.dtype)
+        return (out, lse) if batch.mha_return_lse else rearrange(out, "t h d -> t (h d)")
 
     def _run(
         self, step: AttentionPass, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Tensor | None
@@ -211,8 +264,13 @@ class FlashAttentionBackend:
             for scale in (layer.k_scale, layer.v_scale)
         ]
         rows = slice(None) if step.token_index is None else step.token_index.long()
+        queries, qv = wide(q[rows]), None
+        if self.config.use_mla:  # a cached row is [latent | rope]; the latent meets qv and is the value as well
+            latent = layer.v_head_dim
+            queries, qv, keys = queries[..., latent:], queries[..., :latent], keys[..., latent:]
         out, lse = flash_attn_with_kvcache(
-            q=wide(q[rows]),
+            q=queries,
+            qv=qv,
             k_cache=rearrange(keys, "(pages size) h d -> pages size h d", size=step.page_size),
             v_cache=rearrange(values, "(pages size) h d -> pages size h d", size=step.page_size),
             page_table=step.page_table,

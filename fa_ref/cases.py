@@ -21,6 +21,7 @@ from fa_ref.api import (
     ForwardMode,
     LayerKind,
     MHAKVPool,
+    MLAKVPool,
     ReqToTokenPool,
     SWAKVPool,
     VerifyInput,
@@ -118,6 +119,8 @@ def make_case(
     shared_prefix: int = 0,
     encoder_lens: Sequence[int] | None = None,
     encode: bool | Sequence[bool] = True,
+    latent: int = 0,
+    rope: int = 8,
     host_lengths: bool = True,
     poison: bool = True,
     device: str = "cpu",
@@ -130,6 +133,7 @@ def make_case(
 
     window: the layer's sliding_window_size (W - 1), used where kind is SLIDING. chunk: attention_chunk_size,
     where kind is LOCAL. hybrid: window and chunk layers live in a second pool with pages of its own.
+    latent: > 0 makes it absorbed MLA, over a cache of [latent | rope] rows; q and k are packed, v is the latent.
     shared_prefix: leading tokens that all requests keep in the slots of the first one, planned as a cascade.
     encoder_lens: encoder tokens a request, in an encoder-decoder model; its text starts in the slot after them. encode:
     whether the encoder's k and v are new in this step, for all requests or one by one; otherwise they are in the cache.
@@ -140,6 +144,8 @@ def make_case(
     ([5], torch.Size([3, 32]))
     """
     recipe = dict(locals())
+    if latent:
+        kv_heads, head_dim, v_head_dim = 1, latent + rope, latent
     gen = torch.Generator().manual_seed(seed)
     on_device = torch.Generator(device).manual_seed(seed)  # large tensors are drawn where they live
     drafting, verifying = mode.is_decode() and topk > 0, mode.is_target_verify()
@@ -162,6 +168,11 @@ def make_case(
     )  # fmt: skip
     rows = ReqToTokenPool(size=len(total) + 2, context_len=context, device=device)
     kv: Any = MHAKVPool(size=size, **geometry)
+    if latent:
+        kv = MLAKVPool(
+            size=size, page_size=page_size, dtype=kv_dtype, kv_lora_rank=latent, qk_rope_head_dim=rope, layer_num=1,
+            device=device,
+        )  # fmt: skip
     if hybrid:
         window_pool, other = MHAKVPool(size=size, **geometry), kv
         windowed = kind in (LayerKind.SLIDING, LayerKind.LOCAL)
@@ -196,6 +207,7 @@ def make_case(
         num_draft_tokens=drafts,
         tree_attention=tree_attention,
         cascade_prefix=shared_prefix > 0,
+        use_mla=latent > 0,
         req_to_token_pool=rows,
         token_to_kv_pool=kv,
     )
@@ -265,6 +277,8 @@ def make_case(
     )
     if kind is LayerKind.CROSS and encoder_loc is None:
         k = v = None
+    elif latent:
+        v = k[:, :latent]
     sink_logits = torch.randn(heads, generator=gen).to(device) if sinks else None
     return Case(config=config, batch=batch, layer=layer, q=q, k=k, v=v, sinks=sink_logits, step=step, recipe=recipe)
 
@@ -344,7 +358,10 @@ def _fill(
             torch.randn(prefix, *buffer.shape[1:], generator=gen, device=buffer.device)
             for buffer in (k_buffer, v_buffer)
         )
-        kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
+        if isinstance(kv, MLAKVPool):
+            kv.set_mla_kv_buffer(layer, own[:prefix], *k.split([kv.kv_lora_rank, kv.qk_rope_head_dim], dim=-1))
+        else:
+            kv.set_kv_buffer(layer, own[:prefix], k, v, layer.k_scale, layer.v_scale)
 
 
 def visible_slots(case: Case, request: int) -> Tensor:

@@ -26,6 +26,7 @@ from fa_ref.api import (
 )
 from fa_ref.api.bounds import pool_of
 from fa_ref.api.checks import req_to_token
+from fa_ref.api.mla import latent_layer
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.attention import AttentionState, attention
 from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window, tree
@@ -58,6 +59,8 @@ def masked_attention(
     fp64 for an oracle, the model's own for the plain low-precision run that tolerances are derived from.
     """
     layer = AttentionLayer.of(layer)
+    if config.use_mla:  # absorbed: one key head, whose keys are cached rows and whose values are their latents
+        layer = latent_layer(layer)
     kind = layer_kind(layer, config.attention_chunk_size)
     outs = [q.new_zeros(0, layer.tp_q_head_num, layer.v_head_dim, dtype=compute_dtype)]
     lses = [torch.zeros(0, layer.tp_q_head_num, device=q.device)]

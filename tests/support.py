@@ -33,6 +33,8 @@ def sized(device: str, **arguments: Any) -> dict[str, Any]:
     if device != "cuda":
         return arguments
     arguments["head_dim"] = max(64, arguments.get("head_dim", 64))
+    if arguments.get("latent"):
+        arguments["latent"], arguments["rope"] = 512, 64
     if arguments.get("dtype", torch.float32) == torch.float32:
         arguments["dtype"] = torch.bfloat16
     return arguments | {"device": device}

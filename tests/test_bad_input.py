@@ -500,11 +500,9 @@ def test_backend_arguments_without_a_meaning_here_are_refused(arguments, error, 
         package.FlashAttentionBackend(good().config, **arguments)
 
 
-@both_packages
-@pytest.mark.parametrize("name", ["use_mla"])
-def test_models_without_a_plan_are_refused(name, package):
-    with pytest.raises(UnsupportedByProvider, match=f"{name}=True is not planned"):
-        package.FlashAttentionBackend(config_with(sliding_window_size=None, **{name: True}))
+def test_latents_and_encoders_do_not_mix():
+    with pytest.raises(BadConfig, match="use_mla=True with is_encoder_decoder=True"):
+        config_with(sliding_window_size=None, use_mla=True, is_encoder_decoder=True)
 
 
 @both_packages
@@ -571,7 +569,7 @@ def test_a_provider_of_another_device_is_refused():
         (dict(head_dim=128, v_head_dim=64), r"head dims \(qk 128, v 64\)"),
         (dict(dtype=torch.float32), "q of torch.float32.*torch.bfloat16"),
         (dict(kv_dtype=torch.float32), "a torch.float32 cache"),
-        (dict(qv=True), "cannot run qv"),
+        (dict(qv=True), r"cannot run qv .*rope 128 and latent 128"),
     ],
     ids=["head-dim", "narrow-values", "dtype", "cache-dtype", "qv"],
 )

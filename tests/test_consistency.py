@@ -471,24 +471,6 @@ def test_on_a_cpu_a_table_that_leads_outside_the_pool_is_refused_without_fa_chec
 
 # ---- fields and arguments ---------------------------------------------------------------------------------------
 
-UNPLANNED = {
-    "mha_return_lse": True,
-    "attn_attend_prefix_cache": False,
-    "prefix_chunk_idx": 0,
-}
-
-
-@every_route
-@pytest.mark.parametrize("name", UNPLANNED)
-def test_a_batch_field_that_nothing_plans_for_is_refused_by_name(name, route):
-    case = make_case()
-    asking = replace(case.batch, **{name: UNPLANNED[name]})
-    backend = backend_of(case, route)
-    with pytest.raises(UnsupportedByProvider, match=f"{name}=.* is not planned"):
-        backend.init_forward_metadata(asking)
-    backend.init_forward_metadata(case.batch)
-    check_refused(UnsupportedByProvider, f"{name}=", case, lambda: forward(backend, case, batch=asking))
-
 
 @every_route
 def test_an_object_that_is_no_batch_is_refused_with_the_fields_it_lacks(route):

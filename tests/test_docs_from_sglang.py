@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +145,12 @@ def graphs(package: Any) -> list[Callable[[], Any]]:
     return [lambda: package.FlashAttentionBackend(make_case().config).init_cuda_graph_state(8)]
 
 
-def mla(package: Any) -> list[Callable[[], Any]]:
-    return [lambda: package.FlashAttentionBackend(replace(make_case().config, use_mla=True))]
-
-
 def intel_gpus(package: Any) -> list[Callable[[], Any]]:
     return [lambda: provider_for(torch.device("xpu"))]
 
 
 MISSING = {
     "graphs": graphs,
-    "MLA": mla,
     "Intel GPUs": intel_gpus,
 }
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import fa_fast  # noqa: E402
 from fa_fast.kernels.select import PROVIDERS  # noqa: E402
 from fa_ref.api import ForwardMode, LayerKind, UnsupportedByProvider, layer_kind  # noqa: E402
-from fa_ref.api.support import layer_kinds, refuse_unplanned_config  # noqa: E402
+from fa_ref.api.support import layer_kinds  # noqa: E402
 from fa_ref.cases import Case, make_case  # noqa: E402
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
@@ -103,6 +103,8 @@ def _features() -> list[Feature]:
         _feature("grouped heads, 24:2", ("heads", "24"), ("kv_heads", "2"), heads=24, kv_heads=2),
         _feature("softcap", ("softcap", "5.0"), softcap=5.0),
         _feature("sinks", ("sinks", "True"), sinks=True),
+        _feature("MLA, absorbed: latent 512, rope 64", ("latent", "512"), ("rope", "64"), latent=512, rope=64),
+        _feature("other MLA sizes, as latent 128", ("latent", "128"), latent=128),
         _feature("window layers in a pool of their own", ("hybrid", "True"), hybrid=True),
         _feature("no host copies of the lengths", ("host_lengths", "False"), host_lengths=False),
         _feature("deterministic mode", ("deterministic", "True"), deterministic=True),
@@ -191,8 +193,9 @@ def _require(capability: Any, case: Case) -> None:
     capability.require(
         dtype=case.q.dtype,
         kv_dtype=case.config.kv_cache_dtype,
-        head_dim=case.layer.head_dim,
+        head_dim=case.layer.head_dim - (case.layer.v_head_dim if case.config.use_mla else 0),
         v_head_dim=case.layer.v_head_dim,
+        qv=case.config.use_mla,
         page_size=case.config.page_size,
         softcap=case.layer.logit_cap != 0,
         sinks=case.sinks is not None,
@@ -255,7 +258,6 @@ def missing() -> list[str]:
     """Features that no device has yet, because planning or the backend refuses them."""
     case = make_case()
     found = {
-        "multi-head latent attention (MLA)": lambda: refuse_unplanned_config(replace(case.config, use_mla=True)),
         "CUDA graphs": lambda: fa_fast.FlashAttentionBackend(case.config).init_cuda_graph_state(8),
     }
     return [name for name, build in found.items() if _refused(build)]

@@ -20,6 +20,8 @@ REASONS = {
     "host: one layer call": "slower than the raw call, by checks of the arguments and dispatch; host time that "
     "a GPU hides while it still has work queued, and that a small decode step feels",
     "prefill": "the same kernel as the peer: parity at best",
+    "MLA": "where FA3 and FlashMLA cross; the choice goes by how a cache is split among blocks, not by a table of all "
+    "sizes",
     "decode 8 x 4096, window": "a step of 128 keys, where the work around the kernel weighs as much as the kernel",
 }
 

@@ -14,7 +14,7 @@ from fa_ref.api.pools import FP8
 class Capability:
     """The combinations a provider runs. A request outside it raises before any kernel starts.
 
-    `None` for head_dims, page_sizes means any positive size. `remedy` ends every refusal.
+    `None` for head_dims, qv_dims, page_sizes means any positive size. `remedy` ends every refusal.
     """
 
     provider: str
@@ -26,7 +26,9 @@ class Capability:
     softcap: bool
     sinks: bool
     lse: bool
-    qv: bool
+    qv_dims: frozenset[tuple[int, int]] | None  # (qk head dim, v head dim) of a call with qv: MLA's rope and latent
+    qv_dtypes: frozenset[torch.dtype]  # of the cache in such a call
+    qv_trees: bool  # tree_attention takes a row [latent | rope] as key and its front as value
     window: bool
     out: bool  # writes into a caller's `out=`
     attention_chunk: bool
@@ -60,14 +62,25 @@ class Capability:
             raise self.refuse(f"a {kv_dtype} cache", _names(self.kv_dtypes))
         if kv_dtype not in (dtype, FP8):
             raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"a cache of q's own dtype, or of {FP8}")
-        if self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
+        if qv:
+            self._require_qv(kv_dtype, head_dim, v_head_dim)
+        elif self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
             raise self.refuse(f"head dims (qk {head_dim}, v {v_head_dim})", f"{sorted(self.head_dims)} as (qk, v)")
         if page_size is not None and self.page_sizes is not None and page_size not in self.page_sizes:
             raise self.refuse(f"page size {page_size}", f"page sizes {sorted(self.page_sizes)}")
-        asked = dict(softcap=softcap, sinks=sinks, lse=lse, qv=qv, window=window, attention_chunk=attention_chunk)
+        asked = dict(softcap=softcap, sinks=sinks, lse=lse, window=window, attention_chunk=attention_chunk)
         for feature, wanted in asked.items():
             if wanted and not getattr(self, feature):
                 raise self.refuse(feature, "calls without it")
+
+    def _require_qv(self, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
+        if self.qv_dims is not None and (head_dim, v_head_dim) not in self.qv_dims:
+            raise self.refuse(
+                f"qv (absorbed MLA) with rope {head_dim} and latent {v_head_dim}",
+                f"{sorted(self.qv_dims)} as (rope, latent)" if self.qv_dims else "calls without it",
+            )
+        if kv_dtype not in self.qv_dtypes:
+            raise self.refuse(f"qv (absorbed MLA) over a {kv_dtype} cache", _names(self.qv_dtypes) or "none")
 
 
 def _names(dtypes: frozenset[torch.dtype]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_fast.kernels import flash_mla
 from fa_fast.kernels.capability import Capability
 from fa_fast.kernels.installed import fa3_functions
 from fa_ref.api.pools import FP8
@@ -28,7 +29,9 @@ CAPABILITY = Capability(
     softcap=True,
     sinks=True,
     lse=True,
-    qv=False,
+    qv_dims=frozenset({(64, 512), (64, 256), (32, 512), (32, 256)}),
+    qv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+    qv_trees=False,
     window=True,
     out=True,
     attention_chunk=True,
@@ -64,10 +67,21 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     return_softmax_lse: bool = False,
     out: Tensor | None = None,
+    scheduler_metadata: Any = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """FA3 over a paged cache; lse comes back as a (tokens, heads) view of the kernel's (heads, tokens)."""
+    """FA3 over a paged cache; lse comes back as a (tokens, heads) view of the kernel's (heads, tokens).
+
+    With a FlashMLASchedule for metadata, FlashMLA answers instead.
+    """
     dtype = q.dtype
+    if isinstance(scheduler_metadata, flash_mla.FlashMLASchedule):
+        if sinks is None:
+            return flash_mla.attend(
+                q=q, k_cache=k_cache, v_cache=v_cache, schedule=scheduler_metadata, out=out,
+                return_softmax_lse=return_softmax_lse, **arguments,
+            )  # fmt: skip
+        scheduler_metadata = None
     if k_cache.dtype == FP8 and q.dtype != FP8:
         q, q_descale = _quantized(q, cu_seqlens_q, q_descale, k_cache.shape[-2])
     optional = _optional("flash_attn_with_kvcache", sinks, out, k_cache.dtype)
@@ -79,6 +93,7 @@ def flash_attn_with_kvcache(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        scheduler_metadata=scheduler_metadata,
         return_softmax_lse=return_softmax_lse,
         **optional,
         **arguments,
@@ -130,8 +145,24 @@ def get_scheduler_metadata(
     window_size: tuple[int, int],
     has_softcap: bool,
     num_splits: int,
-) -> Tensor | None:
-    """FA3's tile schedule, made once a step for all layers that share a geometry; None if the build has none."""
+    queries: int,
+    longest_k: int,
+    indexed: bool,
+    qv: bool,
+    packed: bool,
+) -> Tensor | flash_mla.FlashMLASchedule | None:
+    """The tile schedule of a call, made once a step for all layers that share a geometry; None if the build has none.
+
+    queries: query rows of all sequences. longest_k: a bound on the keys of one. indexed: the table has a row index.
+    qv: absorbed MLA, where the schedule also says whether FlashMLA is to answer. packed: q and qv lie side by side.
+    """
+    plain = window_size == (-1, -1) and not has_softcap and num_splits == 0 and not indexed
+    served = qv and plain and (head_dim, v_head_dim) == flash_mla.DIMS and dtype == torch.bfloat16
+    if served and flash_mla.is_faster(
+        sequences=sequences, queries=queries, heads=heads, page_size=page_size, longest_q=max_seqlen_q,
+        longest_k=longest_k, packed=packed,
+    ):  # fmt: skip
+        return flash_mla.schedule(cache_seqlens, queries // sequences * heads)
     if getattr(_fa3(), "get_scheduler_metadata", None) is None:
         return None
     return _fa3().get_scheduler_metadata(

@@ -7,7 +7,7 @@ from typing import Any
 from fa_fast.planning.cross import plan_cross
 from fa_fast.planning.decode import plan_decode
 from fa_fast.planning.draft import plan_draft, plan_draft_steps
-from fa_fast.planning.extend import plan_extend
+from fa_fast.planning.extend import given_keys, plan_extend
 from fa_fast.planning.verify import plan_verify
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, ForwardBatch, LayerKind, TreePass
 from fa_ref.api.bounds import cascade, shared_prefix
@@ -32,7 +32,9 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
         (whole,) = passes[LayerKind.FULL]
         assert isinstance(whole, AttentionPass)
         passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
-    return plan_of(batch, config, passes, shared_prefix=saving)
+    extends = config.use_mla and batch.forward_mode.is_extend_or_draft_extend_or_mixed()
+    given = given_keys(batch, config) if extends else None
+    return plan_of(batch, config, passes, shared_prefix=saving, given=given)
 
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:

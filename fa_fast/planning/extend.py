@@ -8,7 +8,7 @@ from dataclasses import replace
 from fa_fast.planning.local import local_pass
 from fa_fast.planning.page_table import paged_view
 from fa_fast.planning.ragged import cu_seqlens
-from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, GivenKeys, LayerKind
 from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
 
 
@@ -60,3 +60,15 @@ def _one_pass(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> At
         return whole
     assert config.attention_chunk_size is not None
     return local_pass(whole, batch, config.attention_chunk_size)
+
+
+def given_keys(batch: ForwardBatch, config: BackendConfig) -> GivenKeys:
+    """Twin of fa_ref.planning.extend.given_keys."""
+    assert batch.extend_seq_lens is not None
+    return GivenKeys(
+        cu_seqlens_q=cu_seqlens(batch.extend_seq_lens),
+        cu_seqlens_k=cu_seqlens(batch.seq_lens),
+        max_seqlen_q=longest_extend(batch),
+        max_seqlen_k=longest_request(batch, config),
+        keys=None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum()),
+    )

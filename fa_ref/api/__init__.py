@@ -11,8 +11,9 @@ from fa_ref.api.errors import (
     UnsupportedByProvider,
 )
 from fa_ref.api.layer import AttentionLayer, layer_kind, window_left, window_of_tokens
+from fa_ref.api.mla import MLAProjections, PrefixChunks, chunk_prefix
 from fa_ref.api.modes import ForwardMode, LayerKind
-from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
+from fa_ref.api.plan import AttentionPass, AttentionPlan, GivenKeys, TreePass
 from fa_ref.api.pools import MHAKVPool, MLAKVPool, ReqToTokenPool, SWAKVPool
 from fa_ref.api.speculative import Accepted, DraftBeams, DraftTree
 
@@ -31,15 +32,19 @@ __all__ = [
     "FaError",
     "ForwardBatch",
     "ForwardMode",
+    "GivenKeys",
     "LayerKind",
     "MHAKVPool",
     "MLAKVPool",
+    "MLAProjections",
+    "PrefixChunks",
     "ProviderNotInstalled",
     "ReqToTokenPool",
     "SWAKVPool",
     "TreePass",
     "UnsupportedByProvider",
     "VerifyInput",
+    "chunk_prefix",
     "layer_kind",
     "window_left",
     "window_of_tokens",

@@ -64,6 +64,8 @@ class ForwardBatch:
     prefix_chunk_idx: int | None = None  # MLA as MHA: which chunk of the prefix this pass attends to
     prefix_chunk_cu_seq_lens: Int[Tensor, "chunks requests_plus_1"] | None = None  # keys of each chunk, ragged
     prefix_chunk_max_seq_lens: Sequence[int] | None = None  # the longest request of each chunk
+    prefix_chunk_num_tokens: Sequence[int] | None = None  # keys of each chunk; None: not compared with the keys given
+    mha_one_shot: bool = False  # MLA as MHA: k and v are those of all keys of the requests, prefix included
     mha_return_lse: bool = False  # return (out, lse), for a caller that merges
     req_to_token_pool: Any = None  # None: the config's
     token_to_kv_pool: Any = None  # None: the config's

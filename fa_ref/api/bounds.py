@@ -121,7 +121,9 @@ def shared_prefix(batch: ForwardBatch, config: BackendConfig) -> SharedPrefix | 
     if cascade >= plain:
         return None
     k, v = (batch.token_to_kv_pool or config.token_to_kv_pool).get_kv_buffer(0)
-    per_key = k[0].numel() * k.element_size() + v[0].numel() * v.element_size()
+    per_key = k[0].numel() * k.element_size()
+    if not config.use_mla:  # its values are part of its keys
+        per_key += v[0].numel() * v.element_size()
     return SharedPrefix(tokens, plain * per_key, cascade * per_key)
 
 

@@ -346,7 +346,7 @@ def check_layer_inputs(
     v: Tensor | None,
     layer: Any,
     tokens: int,
-    config: BackendConfig | None = None,
+    config: BackendConfig,
     sinks: Tensor | None = None,
     key_rows: tuple[int, ...] | None = None,
 ) -> None:
@@ -360,37 +360,51 @@ def check_layer_inputs(
         "k": (k, layer.tp_k_head_num * layer.head_dim),
         "v": (v, layer.tp_v_head_num * layer.v_head_dim),
     }
-    dtype, device = (q.dtype, q.device.type) if config is None else (config.dtype, torch.device(config.device).type)
     for name, (value, width) in expected.items():
         if value is None and name != "q":
             continue
-        if not isinstance(value, Tensor):
-            raise BadBatch(f"layer {layer.layer_id}: {name} is {value!r}; it must be a tensor")
-        allowed = (tokens,) if name == "q" or key_rows is None else key_rows
-        rows = value.shape[:1].numel()
-        if rows not in allowed or value.numel() != rows * width:
-            most = allowed[-1]
-            whose = "new tokens" if allowed == (tokens,) else "encoder_out_cache_loc slots for new encoder tokens"
-            raise BadBatch(
-                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {most} {whose}, "
-                f"so {name} must be [{most}, {width}] or [{most}, heads, dim] of that size"
-            )
-        if value.device.type != device or value.dtype != dtype:
-            raise BadBatch(
-                f"layer {layer.layer_id}: {name} is {value.dtype} on {value.device}; this backend runs {dtype} on "
-                f"{device}, and q, k and v must agree with it"
-            )
-        if value.shape[-1] > 1 and value.stride(-1) != 1:
-            raise BadBatch(
-                f"layer {layer.layer_id}: {name} of shape {tuple(value.shape)} has stride {value.stride(-1)} in its "
-                "last dim, which must be contiguous; call .contiguous()"
-            )
+        if name == "q" or key_rows in (None, (tokens,)):
+            check_value(layer, name, value, tokens, width, config)
+            continue
+        given = value.shape[:1].numel() if isinstance(value, Tensor) else -1
+        rows = given if given in key_rows else key_rows[-1]
+        check_value(layer, name, value, rows, width, config, "encoder_out_cache_loc slots for new encoder tokens")
     if (k is None) != (v is None):
         raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
     if k is not None and v is not None and k.shape[:1] != v.shape[:1]:
         raise BadBatch(
             f"layer {layer.layer_id}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}; pass a row of each a token"
         )
+    check_sinks(sinks, layer, config)
+
+
+def check_value(
+    layer: Any, name: str, value: object, rows: int, width: int, config: BackendConfig, counted: str = "new tokens"
+) -> None:
+    """Raise BadBatch unless `value` is [rows, width], or [rows, heads, dim] of that size, as the config runs it."""
+    device = torch.device(config.device).type
+    if not isinstance(value, Tensor):
+        raise BadBatch(f"layer {layer.layer_id}: {name} is {value!r}; it must be a tensor")
+    if value.shape[:1].numel() != rows or value.numel() != rows * width:
+        raise BadBatch(
+            f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {rows} "
+            f"{counted}, so {name} must be [{rows}, {width}] or [{rows}, heads, dim] of that size"
+        )
+    if value.device.type != device or value.dtype != config.dtype:
+        raise BadBatch(
+            f"layer {layer.layer_id}: {name} is {value.dtype} on {value.device}; this backend runs {config.dtype} on "
+            f"{device}, and q, k and v must agree with it"
+        )
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise BadBatch(
+            f"layer {layer.layer_id}: {name} of shape {tuple(value.shape)} has stride {value.stride(-1)} in its "
+            "last dim, which must be contiguous; call .contiguous()"
+        )
+
+
+def check_sinks(sinks: object, layer: Any, config: BackendConfig) -> None:
+    """Raise BadBatch unless sinks are None, or one logit a query head on the config's device."""
+    device = torch.device(config.device).type
     if sinks is not None and not isinstance(sinks, Tensor):
         raise BadBatch(f"layer {layer.layer_id}: sinks is {sinks!r}; it must be a tensor, one logit a query head")
     if sinks is not None and (sinks.shape != (layer.tp_q_head_num,) or sinks.device.type != device):

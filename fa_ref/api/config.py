@@ -72,6 +72,10 @@ class BackendConfig:
                 f"sliding_window_size {window} with is_encoder_decoder=True; windows and "
                 "cross attention are not supported together: set sliding_window_size=None"
             )
+        if self.use_mla and self.is_encoder_decoder:
+            raise BadConfig(
+                "use_mla=True with is_encoder_decoder=True; a pool of latents holds no encoder keys: set one of them"
+            )
         table = getattr(self.req_to_token_pool, "req_to_token", None)
         if table is None:
             raise BadConfig(f"req_to_token_pool {self.req_to_token_pool!r} has no req_to_token; pass a ReqToTokenPool")
@@ -94,6 +98,11 @@ class BackendConfig:
             )
         if dtype != self.kv_cache_dtype:
             raise BadConfig(f"kv_cache_dtype {self.kv_cache_dtype} over a pool of {dtype}; they must be the same")
+        if hasattr(pool, "set_mla_kv_buffer") != self.use_mla:
+            raise BadConfig(
+                f"use_mla={self.use_mla} over a {type(pool).__name__}; it must be True exactly for a pool of latents "
+                "(with set_mla_kv_buffer, such as MLAKVPool)"
+            )
         if hasattr(pool, "full_to_swa_index_mapping") != self.is_hybrid_swa:
             raise BadConfig(
                 f"is_hybrid_swa={self.is_hybrid_swa} over a {type(pool).__name__}; it must be True exactly for a pool "

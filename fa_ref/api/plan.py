@@ -101,6 +101,17 @@ class TreePass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenKeys:
+    """MLA as MHA: the query rows of an extend, for keys and values that the caller expanded and passes himself."""
+
+    cu_seqlens_q: Int32[Tensor, " requests_plus_1"]  # the new tokens of request i: cu[i] .. cu[i + 1]
+    cu_seqlens_k: Int32[Tensor, " requests_plus_1"]  # all keys of request i, one request after another
+    max_seqlen_q: int  # bound
+    max_seqlen_k: int  # bound
+    keys: int | None  # of all requests; None: not known on the host
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
     """For each layer kind, the passes whose merged states are the layer's output."""
 
@@ -109,6 +120,7 @@ class AttentionPlan:
     passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]]  # in the order in which states are merged
     refused: Mapping[LayerKind, str] = field(default_factory=dict)  # why a kind has no plan in this mode
     shared_prefix: tuple[int, int, int] | None = None  # cascade: prefix tokens, bytes a layer reads without, with it
+    given: GivenKeys | None = None  # extend of an MLA model: the same queries in the MHA form
     batch_size: int | None = None  # of the planned batch; forward refuses another. None: not compared
     drafts: str = ""  # spec_info of the planned batch in words, where its mode reads it; forward refuses another
     values: Mapping[str, list[int]] | None = None  # with FA_CHECK=1: the rows, lengths and slots it was planned for

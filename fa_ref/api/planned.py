@@ -13,7 +13,7 @@ from fa_ref.api.encoder import checked_text
 from fa_ref.api.errors import BadBatch
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPass, AttentionPlan, TreePass
-from fa_ref.api.support import layer_kinds, refuse_unplanned, refuse_unplanned_fields
+from fa_ref.api.support import layer_kinds
 
 
 def read_batch(batch: Any, config: BackendConfig, topk: int = 0, num_steps: int = 0) -> ForwardBatch:
@@ -39,13 +39,23 @@ def checked_batch(
 ) -> tuple[ForwardBatch, tuple[ForwardBatch, BackendConfig]]:
     """A server's batch, and what layers of its text are planned from: in a decoder-only model batch and config.
 
-    Raises BadBatch, BadPageTable or UnsupportedByProvider.
+    Raises BadBatch or BadPageTable.
     """
     batch = read_batch(batch, config)
-    refuse_unplanned(batch)
+    _check_spec_info(batch)
     text = checked_text(batch, config)
     check_step(batch, step)
     return batch, text
+
+
+def _check_spec_info(batch: ForwardBatch) -> None:
+    mode, info = batch.forward_mode, batch.spec_info
+    if mode.is_target_verify() and not isinstance(info, VerifyInput):
+        raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {info!r}")
+    if mode.is_decode() and isinstance(info, VerifyInput):
+        raise BadBatch(
+            "DECODE with spec_info=VerifyInput(...); draft decoding takes DraftInput, verifying TARGET_VERIFY"
+        )
 
 
 def plan_of(
@@ -69,7 +79,6 @@ def plan_of(
 
 def check_planned(plan: AttentionPlan, batch: ForwardBatch) -> None:
     """Raise BadBatch unless `batch` is the one that was planned."""
-    refuse_unplanned_fields(batch)
     mode, size, loc, drafts = batch.forward_mode, batch.batch_size, batch.out_cache_loc, _drafts(batch)
     if mode is not plan.forward_mode or plan.batch_size not in (None, size):
         raise BadBatch(

@@ -138,6 +138,10 @@ class MLAKVPool:
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
+    def write_slots(self, layer: Any, loc: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+        """The slots of this layer's buffer that `loc` addresses: `loc` itself."""
+        return loc
+
     @torch.no_grad()
     def set_mla_kv_buffer(
         self,
@@ -146,9 +150,9 @@ class MLAKVPool:
         cache_k_nope: Float[Tensor, "tokens 1 latent"],
         cache_k_rope: Float[Tensor, "tokens 1 rope"],
     ) -> None:
-        """Write [latent | rope] of new tokens to their slots."""
+        """Write [latent | rope] of new tokens to their slots; an fp8 pool divides the whole row by layer.k_scale."""
         row = torch.cat([cache_k_nope, cache_k_rope], dim=-1)
-        self.kv_buffer[layer.layer_id][loc] = row.to(self.dtype)
+        self.kv_buffer[layer.layer_id][loc] = stored(row, self.dtype, getattr(layer, "k_scale", None))
 
 
 class SWAKVPool:

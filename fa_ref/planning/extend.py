@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, GivenKeys, LayerKind
 from fa_ref.api.bounds import longest_extend, longest_request, no_prefix, pool_of
 from fa_ref.planning.local import local_pass
 from fa_ref.planning.page_table import pages_of, slot_table
@@ -68,3 +68,15 @@ def singles_apart(
             step, rows = one_pass(batch.subset(requests)), batch.token_rows(requests)
             passes.append(replace(step, token_index=rows, max_seqlen_q=most, keys_are_new=False))
     return tuple(passes)
+
+
+def given_keys(batch: ForwardBatch, config: BackendConfig) -> GivenKeys:
+    """The new tokens of an MLA model's extend, for layers that bring expanded keys of their own: notebook 14."""
+    assert batch.extend_seq_lens is not None
+    return GivenKeys(
+        cu_seqlens_q=cu_seqlens(batch.extend_seq_lens),
+        cu_seqlens_k=cu_seqlens(batch.seq_lens),
+        max_seqlen_q=longest_extend(batch),
+        max_seqlen_k=longest_request(batch, config),
+        keys=None if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu.sum()),
+    )
