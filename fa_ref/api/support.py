@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.layer import window_left
-from fa_ref.api.modes import ForwardMode, LayerKind
-
-PLANNED_MODES = tuple(ForwardMode)
+from fa_ref.api.modes import LayerKind
 
 
 def layer_kinds(config: BackendConfig) -> tuple[tuple[LayerKind, ...], dict[LayerKind, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", reason='needs transformers: p
 from transformers.masking_utils import AttentionMaskInterface, eager_mask  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+PROMPTS, DECODES = (30, 6, 47), 5  # decoding crosses the edges of chunks, windows and pages
 SCALE_UP = 8  # random weights start so small that a softcap or a wrong scale would hardly show
 
 
@@ -29,10 +30,11 @@ class Recorded:
     layer: AttentionLayer
     sinks: Tensor | None  # [heads]
     q: list[Tensor]  # a request: [tokens, heads, head_dim], rotated
-    k: list[Tensor]  # a request: [tokens, kv_heads, head_dim], rotated
+    k: list[Tensor]  # a request: [tokens, kv_heads, head_dim], rotated; a cross layer's tokens are the encoder's
     v: list[Tensor]  # a request: [tokens, kv_heads, v_head_dim]
     out: list[Tensor]  # a request: [tokens, heads, v_head_dim], by their code in fp32
     fine: list[Tensor]  # the same by their code in fp64
+    w_uv: Tensor | None = None  # MLA: [heads, v_dim, latent], from the latents that attention gives to values
 
 
 class InDouble(TorchFunctionMode):
@@ -56,42 +58,57 @@ def tiny(model_class: str, config_class: str, **sizes: Any) -> Any:
 
 
 @torch.no_grad()
-def record(model: Any, prompt_lens: Sequence[int], decodes: int) -> list[Recorded]:
-    """Generate from random prompts, one request at a time: a prefill and `decodes` steps on their cache."""
-    calls: dict[int, list[list[dict[str, Any]]]] = defaultdict(list)  # layer, request, step
+def record(
+    model: Any,
+    encoder_lens: Sequence[int] | None = None,
+    finer: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda module, k, v: (k.double(), v.double()),
+) -> list[Recorded]:
+    """Generate from random prompts, one request at a time: a prefill and DECODES steps on their cache.
+
+    encoder_lens: of an encoder's random output, which the decoder attends to. finer: a layer's keys and values in
+    fp64, where they can be had finer than by a cast.
+    """
+    calls: dict[Any, list[list[dict[str, Any]]]] = defaultdict(lambda: [[] for _ in PROMPTS])
+    request = 0  # calls: of each layer, in the order the model runs them; of each request; of each step
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
         out, weights = eager(module, q, k, v, attention_mask, **kwargs)
-        assert attention_mask is not None, "the mask must come from their code"
+        steps, cross = calls[module][request], not module.is_causal
+        assert (attention_mask is None) == cross, "a causal mask must come from their code"
+        fine_mask = None if attention_mask is None else attention_mask.double()
         with InDouble():
-            fine, _ = eager(module, q.double(), k.double(), v.double(), attention_mask.double(), **kwargs)
-        new = q.shape[2]  # k and v hold the cached tokens too, and the new ones last
-        rows = dict(q=q, k=k[:, :, -new:], v=v[:, :, -new:])
+            fine, _ = eager(module, q.double(), *finer(module, k, v), fine_mask, **kwargs)
+        cached = k.shape[2] - q.shape[2]  # k and v hold the cached tokens too, and the new ones last
+        if cross:  # the encoder's are all new in the first step, and none later
+            cached = k.shape[2] if steps else 0
+        rows = dict(q=q, k=k[:, :, cached:], v=v[:, :, cached:])
         step = {name: x[0].transpose(0, 1) for name, x in rows.items()} | dict(out=out[0], fine=fine[0])
-        calls[module.layer_idx][-1].append(step | dict(arguments=kwargs))
+        steps.append(step | dict(arguments=kwargs))
         return out, weights
 
     AttentionInterface.register("recorded", attend)
     AttentionMaskInterface.register("recorded", eager_mask)
     model.set_attn_implementation("recorded")
-    layers = range(model.config.num_hidden_layers)
-    for length in prompt_lens:
-        for layer in layers:
-            calls[layer].append([])
-        prompt = torch.randint(1, model.config.vocab_size, (1, length))
-        model.generate(prompt, min_new_tokens=decodes + 1, max_new_tokens=decodes + 1, do_sample=False)
-    return [as_recorded(model.config, layer, calls[layer]) for layer in layers]
+    for request, length in enumerate(PROMPTS):
+        inputs: dict[str, Any] = dict(inputs=torch.randint(1, model.config.vocab_size, (1, length)))
+        if encoder_lens is not None:
+            states = torch.randn(1, encoder_lens[request], model.config.hidden_size)
+            encoded = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states)
+            inputs = dict(decoder_input_ids=inputs["inputs"], encoder_outputs=encoded)
+        new = DECODES + 1  # the last one is not fed back
+        transformers.GenerationMixin.generate(model, **inputs, min_new_tokens=new, max_new_tokens=new, do_sample=False)
+    return [as_recorded(layer_id, module, calls[module]) for layer_id, module in enumerate(calls)]
 
 
-def as_recorded(config: Any, layer_id: int, requests: list[list[dict[str, Any]]]) -> Recorded:
+def as_recorded(layer_id: int, module: Any, requests: list[list[dict[str, Any]]]) -> Recorded:
     """The steps of each request put together, and the layer's settings as their code passed them on."""
     tensors = {
         name: [torch.cat([step[name] for step in steps]) for steps in requests]
         for name in ("q", "k", "v", "out", "fine")
     }
     given = requests[0][0]["arguments"]
-    kind = (getattr(config, "layer_types", None) or ["full_attention"] * (layer_id + 1))[layer_id]
+    kinds = getattr(module.config, "layer_types", None) or []
     q, k, v = (tensors[name][0] for name in "qkv")
     layer = AttentionLayer(
         layer_id=layer_id,
@@ -102,7 +119,8 @@ def as_recorded(config: Any, layer_id: int, requests: list[list[dict[str, Any]]]
         scaling=given["scaling"],
         logit_cap=given.get("softcap") or 0.0,
         sliding_window_size=window_of_tokens(given["sliding_window"]) if given.get("sliding_window") else -1,
-        use_irope=kind == "chunked_attention",
+        use_irope=kinds[module.layer_idx : module.layer_idx + 1] == ["chunked_attention"],
+        is_cross_attention=not module.is_causal,
     )
     return Recorded(layer=layer, sinks=given.get("s_aux"), **tensors)
 
