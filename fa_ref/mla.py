@@ -17,8 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
+from fa_ref.api.bounds import slots_to_write
 from fa_ref.api.checks import req_to_token
-from fa_ref.api.mla_form import mla_form, prefix_lens
+from fa_ref.api.mla_form import mla_call, prefix_lens
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.kernels import merge_state
 
@@ -45,7 +46,10 @@ def mla_attention(
     what is expanded at a time; "one_shot", the MHA form over all keys at once; "auto", the cheaper one by counted
     operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run.
     """
-    form = mla_form(form, batch, layer, projections, workspace_tokens)
+    server_layer = layer
+    form, batch, layer = mla_call(
+        backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
+    )
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -55,9 +59,8 @@ def mla_attention(
 
     config, mha_layer = backend.config, projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    assert batch.out_cache_loc is not None  # mla_form refuses it
-    rows = [rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)]
-    pool.set_mla_kv_buffer(layer, batch.out_cache_loc.long(), *rows)
+    loc = slots_to_write(batch, config, 0, latent.shape[0])
+    pool.set_mla_kv_buffer(server_layer, loc.long(), *(rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)))
     query = torch.cat([q_nope, q_rope], dim=-1)
 
     def attend(keys: Tensor, values: Tensor, to: ForwardBatch) -> Any:
