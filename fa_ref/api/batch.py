@@ -138,7 +138,7 @@ class ForwardBatch:
 
 def host_lengths(name: str, lens: Any) -> list[int]:
     """A host copy of lengths as a list. Raises BadBatch for what is none: floats, None, a tensor of a device."""
-    entries = lens
+    entries: Any = lens
     if isinstance(lens, Tensor):
         entries = lens.tolist() if lens.device.type == "cpu" else None
     try:

@@ -110,8 +110,9 @@ def _check_numbers(batch: ForwardBatch) -> None:
         _check_number("spec_info.topk", info.topk, 1, says)
         _check_number("spec_info.num_steps", info.num_steps, 1, says)
     if mode.is_target_verify():
-        _check_number("spec_info.draft_token_num", verify_input(batch).draft_token_num, 1, "pass the drafts of a request")
-        _check_number("spec_info.topk", verify_input(batch).topk, 1, "pass 1 for a chain, more for a tree")
+        verify = verify_input(batch)
+        _check_number("spec_info.draft_token_num", verify.draft_token_num, 1, "pass the drafts of a request")
+        _check_number("spec_info.topk", verify.topk, 1, "pass 1 for a chain, more for a tree")
 
 
 def _check_number(name: str, value: object, least: int, then: str) -> None:
@@ -120,7 +121,8 @@ def _check_number(name: str, value: object, least: int, then: str) -> None:
 
 
 def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
-    mask, drafts, topk = verify_input(batch).custom_mask, verify_input(batch).draft_token_num, verify_input(batch).topk
+    verify = verify_input(batch)
+    mask, drafts, topk = verify.custom_mask, verify.draft_token_num, verify.topk
     if mask is None:
         if topk > 1:
             raise BadBatch(f"spec_info has topk={topk} without a custom_mask; a tree needs one, a chain has topk=1")

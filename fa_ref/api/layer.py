@@ -44,8 +44,8 @@ class AttentionLayer:
     v_scale: torch.Tensor | float | None = None  # stored value = value / v_scale, fp8 caches only
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tp_v_head_num", self.tp_v_head_num or self.tp_k_head_num)
-        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        object.__setattr__(self, "tp_v_head_num", self.tp_k_head_num if self.tp_v_head_num == 0 else self.tp_v_head_num)
+        object.__setattr__(self, "v_head_dim", self.head_dim if self.v_head_dim == 0 else self.v_head_dim)
         for names, kinds, meaning in _TYPES:
             for name in names.split():
                 if not isinstance(getattr(self, name), kinds):

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.arguments import starts
+from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.checks import check_sinks, check_value, reads_values
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig, UnsupportedByProvider
@@ -133,8 +133,8 @@ def refuse_rope(q_rope: object, k_rope: object) -> None:
     """Raise BadBatch if a layer that attends to no latents was given rope parts."""
     if q_rope is not None or k_rope is not None:
         raise BadBatch(
-            "q_rope or k_rope without use_mla, or in the MHA form; they are parts of an absorbed MLA layer: rotate q and "
-            "k, and pass them whole"
+            "q_rope or k_rope without use_mla, or in the MHA form; they are parts of an absorbed MLA layer: rotate q "
+            "and k, and pass them whole"
         )
 
 
@@ -213,12 +213,12 @@ def _chunks(prefix_lens: tuple[int, ...], workspace_tokens: int, device: torch.d
 
 
 def check_mha_kind(layer: AttentionLayer, config: BackendConfig) -> None:
-    """Raise UnsupportedByProvider for a layer whose keys are not all that came before: chunks do not say where a key is."""
+    """Raise UnsupportedByProvider for a layer that does not see all keys: chunks do not say where a key is."""
     kind = layer_kind(layer, config.attention_chunk_size)
     if kind is not LayerKind.FULL:
         raise UnsupportedByProvider(
-            f"layer {layer.layer_id} is {kind.name}; the MHA form of MLA is for FULL layers: use the absorbed form, with "
-            "attn_attend_prefix_cache=None"
+            f"layer {layer.layer_id} is {kind.name}; the MHA form of MLA is for FULL layers: use the absorbed form, "
+            "with attn_attend_prefix_cache=None"
         )
 
 

@@ -12,7 +12,7 @@ from fa_ref.api.checks import check_layer_pool
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig
 from fa_ref.api.layer import AttentionLayer, layer_kind
-from fa_ref.api.mla import MLAProjections, check_mha_kind, latent_layer
+from fa_ref.api.mla import MLAProjections, check_mha_kind
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPlan
@@ -51,15 +51,16 @@ def mla_call(
         raise BadBatch(
             f"form {form!r}, workspace_tokens {workspace_tokens!r}; supported: {', '.join(FORMS)}, an int of at least 1"
         )
-    if not hasattr(backend, "forward_metadata") or not backend.config.use_mla:
+    config = getattr(backend, "config", None)
+    if config is None or not config.use_mla:
         raise BadConfig(
             f"mla_attention on {backend!r}, which is no backend of an MLA model; pass a FlashAttentionBackend whose "
             "config has use_mla=True"
         )
-    plan, config, batch = backend.forward_metadata, backend.config, ForwardBatch.of(batch)
+    plan, batch = backend.forward_metadata, ForwardBatch.of(batch)
     check_planned(plan, batch, config)
     layer = AttentionLayer.of(layer)
-    check_layer_pool(latent_layer(layer), config, batch.token_to_kv_pool or config.token_to_kv_pool)
+    check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
     _check_operands(q_nope, q_rope, latent, k_rope, layer, projections, plan.num_tokens, config)
     return MLACall(_form(form, plan, batch, layer, projections, workspace_tokens, config), batch, layer)
 
