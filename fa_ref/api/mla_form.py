@@ -8,6 +8,7 @@ from fa_ref.api.layer import AttentionLayer
 from fa_ref.api.mla import MLAProjections
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 
+NEEDED = ("extend_seq_lens_cpu", "seq_lens_cpu", "out_cache_loc")  # by the MHA form: the host cuts its chunks
 FORMS = ("auto", "absorbed", "chunked", "one_shot")
 
 
@@ -19,13 +20,13 @@ def mla_form(
         raise BadBatch(f"form {form!r}, workspace_tokens {workspace_tokens}; supported: {', '.join(FORMS)}, 1 or more")
     mode = batch.forward_mode
     extends = mode.is_extend_or_draft_extend_or_mixed() and not mode.is_draft_extend()
-    known = batch.extend_seq_lens_cpu is not None and batch.seq_lens_cpu is not None and batch.out_cache_loc is not None
-    if form == "absorbed" or (form == "auto" and not (extends and known)):
+    missing = [name for name in NEEDED if getattr(batch, name) is None]
+    if form == "absorbed" or (form == "auto" and (not extends or missing)):
         return "absorbed"
-    if not extends or not known:
+    if not extends or missing:
         raise BadBatch(
-            f"form {form!r} in {mode.name}; the MHA form is for EXTEND, MIXED and SPLIT_PREFILL, and needs "
-            "extend_seq_lens_cpu, seq_lens_cpu and out_cache_loc: use 'absorbed' or 'auto'"
+            f"form {form!r} in {mode.name}{' without ' if missing else ''}{', '.join(missing)}; the MHA form is for "
+            f"EXTEND, MIXED and SPLIT_PREFILL, and needs {', '.join(NEEDED)}: use 'absorbed' or 'auto'"
         )
     if form != "auto":
         return form
