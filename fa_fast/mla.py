@@ -42,9 +42,9 @@ def mla_attention(
     the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
     tokens, config = backend.forward_metadata.num_tokens, backend.config
-    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, tokens, config)
-    q_nope, q_rope, latent, k_rope = inputs
     form = mla_form(form, batch, layer, projections, workspace_tokens)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = torch.bmm(q_nope.transpose(0, 1), projections.w_uk).transpose(0, 1)
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)

@@ -48,9 +48,9 @@ def mla_attention(
     and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Nothing is written then.
     """
     tokens, config = backend.forward_metadata.num_tokens, backend.config
-    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, tokens, config)
-    q_nope, q_rope, latent, k_rope = inputs
     form = mla_form(form, batch, layer, projections, workspace_tokens)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)

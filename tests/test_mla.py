@@ -400,10 +400,11 @@ def test_what_a_model_hands_over_is_checked_before_the_write(package, form):
     short = replace(model.layer, head_dim=latent + 4)  # a rope part of 4, in a pool of 8
     zeros = torch.zeros
     bf16 = MLAProjections(w_uk=model.projections.w_uk.bfloat16(), w_uv=model.projections.w_uv.bfloat16())
+    row = "k" if form == "absorbed" else "(latent|k)"  # forward calls it k
     two_heads = MLAProjections(w_uk=zeros(2, 8, latent), w_uv=zeros(2, 6, latent))
     for wrong, error, says in (
-        (dict(latent=model.case.k), BadBatch, "latent has shape"),
-        (dict(latent=model.latent[:-1]), BadBatch, "latent has shape"),
+        (dict(latent=model.case.k), BadBatch, f"{row} has shape"),
+        (dict(latent=model.latent[:-1]), BadBatch, f"{row} has shape"),
         (dict(k_rope=model.k_rope[:, :-1]), BadBatch, "k_rope has shape"),
         (dict(q_nope=model.q_nope[:, :-1]), BadBatch, "q_nope has shape"),
         (dict(q_rope=model.q_rope.double()), BadBatch, "q_rope is torch.float64"),

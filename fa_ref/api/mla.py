@@ -139,13 +139,15 @@ def model_inputs(
     k_rope: Tensor,
     layer: AttentionLayer,
     projections: MLAProjections,
+    form: str,
     tokens: int,
     config: BackendConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What mla_attention is given, as q [tokens, heads, dim] and rows [tokens, dim]; either may be flat or by head.
+    """What mla_attention is given, in the shapes of its docstring; queries may be flat, rows may have a head axis.
 
     Raises BadConfig for a layer that is not the absorbed one, or for projections of another layer or dtype; BadBatch
-    for the inputs. Nothing is written before.
+    for the inputs, before anything is written. In the absorbed form all but q_nope are left to `forward`, which checks
+    them and takes either shape.
     """
     check_absorbed(layer)
     heads, nope, latent_dim = projections.w_uk.shape
@@ -163,10 +165,13 @@ def model_inputs(
                 f"{config.dtype} on {config.device}: convert the projections once, when they are made"
             )
     check_value(layer, "q_nope", q_nope, tokens, heads * nope, config)
+    q_nope = q_nope.reshape(tokens, heads, nope)
+    if form == "absorbed":
+        return q_nope, q_rope, latent, k_rope
     check_value(layer, "q_rope", q_rope, tokens, heads * rope, config)
     check_value(layer, "latent", latent, tokens, latent_dim, config)
     check_value(layer, "k_rope", k_rope, tokens, rope, config)
-    q_nope, q_rope = q_nope.reshape(tokens, heads, nope), q_rope.reshape(tokens, heads, rope)
+    q_rope = q_rope.reshape(tokens, heads, rope)
     return q_nope, q_rope, latent.reshape(tokens, latent_dim), k_rope.reshape(tokens, rope)
 
 
