@@ -33,16 +33,19 @@ def mla_attention(
     """One MLA layer of a planned batch: writes [latent | k_rope] to the cache and returns every head's values.
 
     q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] rotated, latent [tokens, latent] normalised, k_rope
-    [tokens, rope] rotated; returns [tokens, heads * v_dim]. layer: the absorbed one.
+    [tokens, rope] rotated; returns [tokens, heads * v_dim]. layer: the absorbed one, in every form (tp_k_head_num 1,
+    head_dim latent + rope, v_head_dim latent), whose scaling is that of nope + rope.
 
     form: "absorbed"; "chunked", the MHA form with the cached prefix in chunks of `workspace_tokens` keys; "one_shot",
     the MHA form over all keys at once; "auto", the cheaper one by counted operations and bytes. Raises BadBatch where a
-    form cannot run. Only the first layer of a batch in an MHA form waits for the device, to copy lengths.
+    form cannot run, and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Only
+    the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
     server_layer = layer
-    form, batch, layer = mla_call(
+    form, batch, layer, *inputs = mla_call(
         backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
     )
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = torch.bmm(q_nope.transpose(0, 1), projections.w_uk).transpose(0, 1)
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -51,7 +54,8 @@ def mla_attention(
 
     config, mha_layer = backend.config, projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    write_kv(pool, server_layer, slots_to_write(batch, config, 0, latent.shape[0]), latent[:, None], k_rope[:, None])
+    loc = slots_to_write(batch, config, 0, latent.shape[0])
+    write_kv(pool, server_layer, loc, latent[:, None], k_rope[:, None])
     query = torch.cat([q_nope, q_rope], dim=-1)
 
     def attend(keys: Tensor, values: Tensor, to: ForwardBatch) -> Any:

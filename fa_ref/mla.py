@@ -44,12 +44,14 @@ def mla_attention(
 
     form: "absorbed"; "chunked", the MHA form with the cached prefix in chunks of `workspace_tokens` keys, which bounds
     what is expanded at a time; "one_shot", the MHA form over all keys at once; "auto", the cheaper one by counted
-    operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run.
+    operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run,
+    and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Nothing is written then.
     """
     server_layer = layer
-    form, batch, layer = mla_call(
+    form, batch, layer, *inputs = mla_call(
         backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
     )
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)

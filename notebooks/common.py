@@ -37,7 +37,8 @@ def compare(case: Case) -> None:
         print(f"{name:<14} {'within' if verdict.ok else 'OVER'} the budget of a plain {dtype} run")
         assert verdict.ok, f"{name}: error {verdict.error:.2e} over budget {verdict.budget:.2e}"
     if torch.cuda.is_available():
-        on_gpu = case.like(device="cuda", dtype=torch.bfloat16, head_dim=64, v_head_dim=64)  # the least FA3 takes
+        sizes = dict(latent=512, rope=64) if case.config.use_mla else dict(head_dim=64, v_head_dim=64)
+        on_gpu = case.like(device="cuda", dtype=torch.bfloat16, **sizes)  # the least FA3 takes
         if on_gpu.recipe["kv_dtype"] in (None, torch.bfloat16):
             verdict = on_gpu.judge(on_gpu.run(fa_fast))
             assert verdict.ok, f"CUDA: error {verdict.error:.2e} over budget {verdict.budget:.2e}"

@@ -266,12 +266,14 @@ def test_text_behind_an_encoder_equals_the_same_text_of_a_decoder_only_model(for
 def decoded(case: Case, tokens: int) -> Case:
     """The decode that follows: one more token a request; the encoder's keys are in the cache."""
     lens = case.batch.seq_lens + tokens
+    rows = case.config.req_to_token_pool.req_to_token
+    assert (case.batch.encoder_lens + lens).max() <= rows.shape[1]
     return with_batch(
         replace(case, q=torch.randn(3, case.q.shape[1]), k=None, v=None),
         forward_mode=DECODE,
         seq_lens=lens,
         seq_lens_cpu=lens,
-        out_cache_loc=torch.tensor([4, 5, 6]),
+        out_cache_loc=None,
         extend_seq_lens=None,
         extend_seq_lens_cpu=None,
         extend_prefix_lens=None,
@@ -360,8 +362,9 @@ def test_a_cross_layer_is_one_kernel_call_in_every_mode(package):
 
 @every_form
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_without_host_lengths_planning_reads_no_value_of_the_device(form, page_size):
+def test_without_host_lengths_planning_reads_no_value_of_the_device(form, page_size, monkeypatch):
     """On the meta device there are none to read."""
+    monkeypatch.delenv("FA_CHECK", raising=False)
     case = problem(form, LOCAL, page_size=page_size, host_lengths=False)
     fields = {name: v.to("meta") for name, v in vars(case.batch).items() if isinstance(v, Tensor)}
     if case.recipe["trees"]:

@@ -241,6 +241,29 @@ def test_every_shared_prefix_is_read_once(page_size):
         assert len(fa_fast.plan_batch(case.batch, case.config).for_kind(LayerKind.FULL)) == 2
 
 
+@pytest.mark.parametrize("kind", [LayerKind.CROSS, LayerKind.FULL, LayerKind.LOCAL], ids=lambda k: k.name)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_mode_of_an_encoder_decoder(page_size, kind):
+    shape = dict(
+        kind=kind, page_size=page_size, heads=8, kv_heads=2, head_dim=64, dtype=torch.bfloat16, sinks=True,
+        chunk=chunk_for(page_size), device="cuda",
+    )  # fmt: skip
+    for mode, encode in itertools.product(
+        [
+            ForwardMode.EXTEND,
+            ForwardMode.MIXED,
+            ForwardMode.SPLIT_PREFILL,
+            ForwardMode.DRAFT_EXTEND,
+            ForwardMode.DECODE,
+        ],
+        [True, False],
+    ):
+        lens = (1500, 0, 7, 64, 300, 1, 0)
+        check(make_case(mode, encoder_lens=lens, encode=encode, **shape, **RAGGED))
+    for case in speculative_cases(9, encoder_lens=(1500, 0, 64), encode=False, prefix_lens=[0, 513, 128], **shape):
+        check(case)
+
+
 def test_every_kind_of_layer_idles():
     for kind in KINDS:
         case = make_case(

@@ -78,6 +78,7 @@ GALLERY = {
     "page table": lambda: show.page_table([[3, 1, 7], [2, 0, 0]], lens=[9, 2], page_size=4, title="a table"),
     "page table of a pass": lambda: show.page_table(branches()),
     "ragged": lambda: show.ragged([0, 5, 5, 14, 15], first=[3, 0, 0, 6]),
+    "ragged with cuts": lambda: show.ragged([0, 3, 3, 9], cuts=[3, 8]),
     "virtual batches": lambda: show.virtual_batches(4, [0, 4, 14, 19], [6, 17, 9], TABLE, page_size=2),
     "extend": lambda: show.plan(planned(make_case())),
     "local": lambda: show.plan(planned(local_case()), batch=local_case()),
@@ -86,6 +87,7 @@ GALLERY = {
     "tree pass": lambda: show.plan(drafts()),
     "tree": lambda: show.tree(PARENTS, ["the", "cat", "dog", "sat", "ran", "barked", "<off>"]),
     "bars": lambda: show.bars(["plain", "cascade"], [48, 16.25], "MB", title="read"),
+    "chain": lambda: show.chain([("q", 1, 12), ("w<uk>", 12, 16), ("latent", 16, 9)], first=1, title="keys first"),
 }
 
 
@@ -305,6 +307,17 @@ def test_ragged_shows_boundaries_and_empty_requests():
     ]
 
 
+def test_ragged_marks_cuts_inside_requests_and_between_them():
+    picture = show.ragged([0, 3, 3, 9], cuts=[0, 3, 8])
+    assert lines(picture)[0] == "/ A0 A1 A2 | B empty | / C0 C1 C2 C3 C4 / C5"
+    bars = [p for p in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path") if p.get("stroke-width") == "3"]
+    cells = [x for x, _ in tinted(picture)]
+    assert [int(x) + 1 for p in bars for x in re.findall(r"M(\d+)", p.get("d"))] == [cells[0], cells[3], cells[8]]
+    for cuts in ([9], [-1]):
+        with pytest.raises(BadBatch, match="a cut is before a token"):
+            show.ragged([0, 3, 3, 9], cuts=cuts)
+
+
 def test_virtual_batches_show_every_piece_beside_its_mask():
     assert lines(show.virtual_batches(4, [0, 3, 3], [6, 2], TABLE, page_size=2)) == [
         "A    k0 1 2 3 | 4 5",
@@ -431,6 +444,43 @@ def test_bars_are_proportional():
         "0.123",
         "2,048",
     ]
+
+
+def test_a_chain_counts_the_products_of_either_order():
+    matrices = [("q", 2, 3), ("w", 3, 5), ("k", 5, 7)]
+    assert lines(show.chain(matrices, first=0)) == [
+        "q 2x3 @ w 3x5 = q w 2x5  30 products",
+        "q w 2x5 @ k 5x7 = result 2x7  70 products",
+        "100 products",
+    ]
+    assert lines(show.chain(matrices, first=1, result="scores")) == [
+        "w 3x5 @ k 5x7 = w k 3x7  105 products",
+        "q 2x3 @ w k 3x7 = scores 2x7  42 products",
+        "147 products",
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_svg_of_a_chain_draws_every_matrix_to_scale(first):
+    picture = show.chain([("q", 2, 3), ("w", 3, 5), ("k", 5, 7)], first=first)
+    filled = [p.get("d") for p in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]
+    drawn = [tuple(int(n) // 4 for n in re.search(r"h(\d+)v(\d+)", d).groups()) for d in filled]
+    shapes = re.findall(r"(\d+)x(\d+)", repr(picture))
+    assert drawn == [(int(columns), int(rows)) for rows, columns in shapes]
+
+
+@pytest.mark.parametrize(
+    ("matrices", "first"),
+    [
+        ([("q", 2, 3), ("w", 4, 5), ("k", 5, 7)], 0),
+        ([("q", 2, 3), ("w", 3, 5)], 0),
+        ([("q", 2, 3), ("w", 3, 5), ("k", 5, 7)], 2),
+        ([("q", 0, 3), ("w", 3, 5), ("k", 5, 7)], 0),
+    ],
+)
+def test_a_chain_that_cannot_be_multiplied_is_refused(matrices, first):
+    with pytest.raises(BadBatch, match="each with as many rows"):
+        show.chain(matrices, first=first)
 
 
 def sample(x):

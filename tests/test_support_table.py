@@ -39,7 +39,7 @@ def test_planned_modes_and_kinds_ran_where_the_table_says():
     cell = support_table.mode_cell
     assert cell(ForwardMode.MIXED, {}, LayerKind.LOCAL) == "H200 + CPU"
     assert cell(ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), LayerKind.FULL) == "H200 + CPU"
-    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "contract + CPU"
+    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "H200 + CPU"
 
 
 def test_a_kind_without_a_plan_is_not_yet(monkeypatch):

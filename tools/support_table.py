@@ -142,12 +142,13 @@ def gpu_tests() -> GpuTests:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     tests = [node for name, node in functions.items() if name.startswith("test_every")]
     drafting = functions["speculative_cases"]
+    encoder = functions["test_every_mode_of_an_encoder_decoder"]  # all of the modes
     assert any("speculative_cases(" in ast.unparse(test) for test in tests)
     (steps,) = (node.iter for node in ast.walk(drafting) if isinstance(node, ast.For))
     return GpuTests(
         page_sizes=ast.literal_eval(constants["PAGE_SIZES"]),
         head_dims=ast.literal_eval(constants["HEAD_DIMS"]),
-        kinds=_members(constants["KINDS"], "LayerKind"),
+        kinds=set().union(*(_members(node, "LayerKind") for node in (constants["KINDS"], *encoder.decorator_list))),
         modes=set().union(*(_members(test, "ForwardMode") for test in tests)),
         topks={topk for topk, _ in ast.literal_eval(steps)},
         drafts=_keywords(drafting),

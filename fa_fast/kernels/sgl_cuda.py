@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
-        scheduler_metadata=scheduler_metadata,
+        **({} if scheduler_metadata is None else dict(scheduler_metadata=scheduler_metadata)),
         return_softmax_lse=return_softmax_lse,
         **optional,
         **arguments,

@@ -168,7 +168,10 @@ def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     host = batch.seq_lens_cpu
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
-    for name in ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "encoder_lens_cpu"):
+    copies = ["seq_lens_cpu", "encoder_lens_cpu"]
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():  # a decode may bring those of an earlier extend
+        copies += ["extend_seq_lens_cpu", "extend_prefix_lens_cpu"]
+    for name in copies:
         if getattr(batch, name) is not None:
             count = len(host_lengths(name, getattr(batch, name)))
             if count != batch.batch_size:
@@ -389,9 +392,14 @@ def check_layer_inputs(
         if name == "q" or key_rows in (None, (tokens,)):
             check_value(layer, name, value, tokens, width, config)
             continue
-        given = value.shape[:1].numel() if isinstance(value, Tensor) else -1
-        rows = given if given in key_rows else key_rows[-1]
-        check_value(layer, name, value, rows, width, config, "encoder_out_cache_loc slots for new encoder tokens")
+        given = value.shape[:1].numel() if isinstance(value, Tensor) else key_rows[-1]
+        if isinstance(value, Tensor) and given not in key_rows:
+            raise BadBatch(
+                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {key_rows[-1]} "
+                "encoder_out_cache_loc slots for new encoder tokens, and k and v of a cross layer have a row for each. "
+                "Where the cache holds the encoder's keys already, pass k and v of None"
+            )
+        check_value(layer, name, value, given, width, config, "encoder_out_cache_loc slots for new encoder tokens")
     if (k is None) != (v is None):
         raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
     if k is not None and v is not None and k.shape[:1] != v.shape[:1]:

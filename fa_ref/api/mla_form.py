@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch, host_lengths
@@ -12,21 +11,26 @@ from fa_ref.api.checks import check_layer_pool
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig
 from fa_ref.api.layer import AttentionLayer, layer_kind
-from fa_ref.api.mla import MLAProjections, check_mha_kind
+from fa_ref.api.mla import MLAProjections, check_mha_kind, model_inputs
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPlan
 from fa_ref.api.planned import check_planned
 
+NEEDED = ("extend_seq_lens_cpu", "seq_lens_cpu", "out_cache_loc")  # by the MHA form: the host cuts its chunks
 FORMS = ("auto", "absorbed", "chunked", "one_shot")
 
 
 class MLACall(NamedTuple):
-    """A call of `mla_attention` that can run."""
+    """A call of `mla_attention` that can run. In the absorbed form `forward` checks all but q_nope."""
 
     form: str  # "absorbed", "chunked" or "one_shot"
-    batch: ForwardBatch  # the planned one
+    batch: ForwardBatch  # a server's as ours
     layer: AttentionLayer  # the absorbed one
+    q_nope: Tensor  # [tokens, heads, nope]
+    q_rope: Tensor  # [tokens, heads, rope]
+    latent: Tensor  # [tokens, latent]
+    k_rope: Tensor  # [tokens, rope]
 
 
 def mla_call(
@@ -41,11 +45,11 @@ def mla_call(
     form: str,
     workspace_tokens: int,
 ) -> MLACall:
-    """The form to run, and a server's batch and layer as ours. Reads no value of the device.
+    """The form to run, a server's batch and layer as ours, and the inputs in the shapes of the docstring.
 
-    Raises BadBatch for operands of other shapes than the layer's, a batch that is not the planned one, an unknown form
-    or one the batch cannot run; BadConfig for a layer without latents; UnsupportedByProvider for a layer with a window
-    or a chunk in the MHA form.
+    Raises BadBatch for inputs of other shapes, a batch that is not the planned one, and a form that is unknown or that
+    the batch cannot run; BadConfig for a layer, projections or a backend that do not fit; UnsupportedByProvider for a
+    layer with a window or a chunk in the MHA form.
     """
     if form not in FORMS or type(workspace_tokens) is not int or workspace_tokens < 1:
         raise BadBatch(
@@ -57,70 +61,38 @@ def mla_call(
             f"mla_attention on {backend!r}, which is no backend of an MLA model; pass a FlashAttentionBackend whose "
             "config has use_mla=True"
         )
-    plan, batch = backend.forward_metadata, ForwardBatch.of(batch)
-    check_planned(plan, batch, config)
-    layer = AttentionLayer.of(layer)
-    check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
-    _check_operands(q_nope, q_rope, latent, k_rope, layer, projections, plan.num_tokens, config)
-    return MLACall(_form(form, plan, batch, layer, projections, workspace_tokens, config), batch, layer)
+    plan, batch, layer = backend.forward_metadata, ForwardBatch.of(batch), AttentionLayer.of(layer)
+    form = _form(form, batch, layer, config)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
+    if form != "absorbed":  # there, forward checks what follows
+        check_planned(plan, batch, config)
+        check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
+        new, cached = _lengths(batch, plan)
+        if form == "auto":
+            form = _cheaper(new, cached, layer, projections, workspace_tokens)
+    return MLACall(form, batch, layer, *inputs)
 
 
-def _check_operands(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    layer: AttentionLayer,
-    projections: MLAProjections,
-    tokens: int,
-    config: BackendConfig,
-) -> None:
-    if not isinstance(projections, MLAProjections):
-        raise BadBatch(f"layer {layer.layer_id}: projections is {projections!r}; pass an MLAProjections")
-    heads, rank, rope = layer.tp_q_head_num, layer.v_head_dim, layer.head_dim - layer.v_head_dim
-    nope, device = projections.w_uk.shape[1], torch.device(config.device).type
-    for name, value, shape in (
-        ("w_uk", projections.w_uk, (heads, nope, rank)),
-        ("w_uv", projections.w_uv, (heads, projections.w_uv.shape[1], rank)),
-        ("q_nope", q_nope, (tokens, heads, nope)),
-        ("q_rope", q_rope, (tokens, heads, rope)),
-        ("latent", latent, (tokens, rank)),
-        ("k_rope", k_rope, (tokens, rope)),
-    ):
-        fits = isinstance(value, Tensor) and tuple(value.shape) == shape
-        if not fits or value.dtype != config.dtype or value.device.type != device:
-            tensor = isinstance(value, Tensor)
-            found = f"{value.dtype} of shape {tuple(value.shape)} on {value.device}" if tensor else repr(value)
-            raise BadBatch(
-                f"layer {layer.layer_id}: {name} is {found}; with {tokens} new tokens, {heads} heads and "
-                f"[latent | rope] of [{rank} | {rope}] it must be {config.dtype} of shape {shape} on {device}"
-            )
-
-
-def _form(
-    form: str,
-    plan: AttentionPlan,
-    batch: ForwardBatch,
-    layer: AttentionLayer,
-    projections: MLAProjections,
-    workspace_tokens: int,
-    config: BackendConfig,
-) -> str:
+def _form(form: str, batch: ForwardBatch, layer: AttentionLayer, config: BackendConfig) -> str:
+    """The form asked for, and "absorbed" for an "auto" that has no choice."""
     mode = batch.forward_mode
     extends = mode.is_extend_or_draft_extend_or_mixed() and not mode.is_draft_extend()
-    known = batch.extend_seq_lens_cpu is not None and batch.seq_lens_cpu is not None and batch.out_cache_loc is not None
+    missing = [name for name in NEEDED if getattr(batch, name) is None]
     full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
-    if form == "absorbed" or (form == "auto" and not (extends and known and full)):
+    if form == "absorbed" or (form == "auto" and (not extends or missing or not full)):
         return "absorbed"
-    if not extends or not known:
+    if not extends or missing:
         raise BadBatch(
-            f"form {form!r} in {mode.name}; the MHA form is for EXTEND, MIXED and SPLIT_PREFILL, and needs "
-            "extend_seq_lens_cpu, seq_lens_cpu and out_cache_loc: use 'absorbed' or 'auto'"
+            f"form {form!r} in {mode.name}{' without ' if missing else ''}{', '.join(missing)}; the MHA form is for "
+            f"EXTEND, MIXED and SPLIT_PREFILL, and needs {', '.join(NEEDED)}: use 'absorbed' or 'auto'"
         )
     check_mha_kind(layer, config)
-    new, cached = _lengths(batch, plan)
-    if form != "auto":
-        return form
+    return form
+
+
+def _cheaper(
+    new: list[int], cached: list[int], layer: AttentionLayer, projections: MLAProjections, workspace_tokens: int
+) -> str:
     heads, nope, latent = projections.w_uk.shape
     costs = mla_costs(
         new,

@@ -9,6 +9,7 @@ q1  # #
 """
 
 from fa_ref.show.bars import bars
+from fa_ref.show.chain import chain
 from fa_ref.show.local import virtual_batches
 from fa_ref.show.mask import mask_diff, mask_grid, mask_row
 from fa_ref.show.picture import Picture, side_by_side, stacked
@@ -23,6 +24,7 @@ __all__ = [
     "Picture",
     "Source",
     "bars",
+    "chain",
     "mask_diff",
     "mask_grid",
     "mask_row",
