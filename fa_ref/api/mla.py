@@ -153,8 +153,6 @@ def model_inputs(
     them and takes either shape.
     """
     check_absorbed(layer)
-    if not isinstance(projections, MLAProjections):
-        raise BadConfig(f"layer {layer.layer_id}: projections is {projections!r}; pass an MLAProjections")
     heads, nope, latent_dim = projections.w_uk.shape
     rope = layer.head_dim - layer.v_head_dim
     if (heads, latent_dim) != (layer.tp_q_head_num, layer.v_head_dim):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.checks import check_layer_pool
-from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig
 from fa_ref.api.layer import AttentionLayer, layer_kind
 from fa_ref.api.mla import MLAProjections, check_mha_kind, model_inputs
@@ -51,49 +50,50 @@ def mla_call(
     the batch cannot run; BadConfig for a layer, projections or a backend that do not fit; UnsupportedByProvider for a
     layer with a window or a chunk in the MHA form.
     """
-    if form not in FORMS or type(workspace_tokens) is not int or workspace_tokens < 1:
-        raise BadBatch(
-            f"form {form!r}, workspace_tokens {workspace_tokens!r}; supported: {', '.join(FORMS)}, an int of at least 1"
-        )
     config = getattr(backend, "config", None)
     if config is None or not config.use_mla:
         raise BadConfig(
             f"mla_attention on {backend!r}, which is no backend of an MLA model; pass a FlashAttentionBackend whose "
             "config has use_mla=True"
         )
+    if not isinstance(projections, MLAProjections):
+        raise BadConfig(f"projections is {projections!r}; pass an MLAProjections")
     plan, batch, layer = backend.forward_metadata, ForwardBatch.of(batch), AttentionLayer.of(layer)
-    form = _form(form, batch, layer, config)
+    if form == "auto" and layer_kind(layer, config.attention_chunk_size) is not LayerKind.FULL:
+        form = "absorbed"
+    form = mla_form(form, batch, layer, projections, workspace_tokens)
     inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
     if form != "absorbed":  # there, forward checks what follows
+        check_mha_kind(layer, config)
         check_planned(plan, batch, config)
         check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
-        new, cached = _lengths(batch, plan)
-        if form == "auto":
-            form = _cheaper(new, cached, layer, projections, workspace_tokens)
+        _check_lengths(batch, plan)
     return MLACall(form, batch, layer, *inputs)
 
 
-def _form(form: str, batch: ForwardBatch, layer: AttentionLayer, config: BackendConfig) -> str:
-    """The form asked for, and "absorbed" for an "auto" that has no choice."""
+def mla_form(
+    form: str, batch: ForwardBatch, layer: AttentionLayer, projections: MLAProjections, workspace_tokens: int
+) -> str:
+    """One of "absorbed", "chunked", "one_shot". Raises BadBatch for an unknown name or a form the batch cannot run."""
+    if form not in FORMS or type(workspace_tokens) is not int or workspace_tokens < 1:
+        raise BadBatch(
+            f"form {form!r}, workspace_tokens {workspace_tokens!r}; supported: {', '.join(FORMS)}, an int of at least 1"
+        )
     mode = batch.forward_mode
     extends = mode.is_extend_or_draft_extend_or_mixed() and not mode.is_draft_extend()
     missing = [name for name in NEEDED if getattr(batch, name) is None]
-    full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
-    if form == "absorbed" or (form == "auto" and (not extends or missing or not full)):
+    if form == "absorbed" or (form == "auto" and (not extends or missing)):
         return "absorbed"
     if not extends or missing:
         raise BadBatch(
             f"form {form!r} in {mode.name}{' without ' if missing else ''}{', '.join(missing)}; the MHA form is for "
             f"EXTEND, MIXED and SPLIT_PREFILL, and needs {', '.join(NEEDED)}: use 'absorbed' or 'auto'"
         )
-    check_mha_kind(layer, config)
-    return form
-
-
-def _cheaper(
-    new: list[int], cached: list[int], layer: AttentionLayer, projections: MLAProjections, workspace_tokens: int
-) -> str:
+    cached = prefix_lens(batch)
+    if form != "auto":
+        return form
     heads, nope, latent = projections.w_uk.shape
+    new = [int(n) for n in batch.extend_seq_lens_cpu or ()]
     costs = mla_costs(
         new,
         cached,
@@ -109,21 +109,22 @@ def _cheaper(
     return "one_shot" if any(cached) and sum(new) + sum(cached) <= workspace_tokens else "chunked"
 
 
-def _lengths(batch: ForwardBatch, plan: AttentionPlan) -> tuple[list[int], list[int]]:
-    """New and cached tokens of each request. Raises BadBatch if they are not those that were planned."""
-    total, new = (host_lengths(name, getattr(batch, name)) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
-    keys = None if plan.given is None else plan.given.keys
-    counts = (len(total), len(new), sum(new), sum(total))
-    planned = (batch.batch_size, batch.batch_size, plan.num_tokens, sum(total) if keys is None else keys)
-    if counts != planned or any(n > whole for n, whole in zip(new, total, strict=True)):
-        raise BadBatch(
-            f"seq_lens_cpu {total} and extend_seq_lens_cpu {new} are not of the planned batch of {plan.num_tokens} new "
-            f"tokens and {keys} keys; call init_forward_metadata with every new batch"
-        )
-    return new, [whole - n for n, whole in zip(new, total, strict=True)]
-
-
 def prefix_lens(batch: ForwardBatch) -> list[int]:
-    """Cached tokens of each request, from the host copies of the other lengths."""
-    assert batch.seq_lens_cpu is not None and batch.extend_seq_lens_cpu is not None
-    return [int(n) - int(new) for n, new in zip(batch.seq_lens_cpu, batch.extend_seq_lens_cpu, strict=True)]
+    """Cached tokens of each request, from the host copies of the other lengths; BadBatch if these contradict."""
+    total, new = (host_lengths(name, getattr(batch, name)) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
+    if len(total) != len(new) or any(n > whole for n, whole in zip(new, total, strict=True)):
+        raise BadBatch(
+            f"extend_seq_lens_cpu is {new}, seq_lens_cpu {total}; of each request one, and no more new tokens than all"
+        )
+    return [whole - n for n, whole in zip(new, total, strict=True)]
+
+
+def _check_lengths(batch: ForwardBatch, plan: AttentionPlan) -> None:
+    """Raise BadBatch unless the host lengths, which chunks are cut by, are those that were planned."""
+    total, new = list(map(int, batch.seq_lens_cpu)), list(map(int, batch.extend_seq_lens_cpu))  # type: ignore[arg-type]
+    keys = None if plan.given is None else plan.given.keys
+    if len(total) != batch.batch_size or sum(new) != plan.num_tokens or keys not in (None, sum(total)):
+        raise BadBatch(
+            f"seq_lens_cpu {total} and extend_seq_lens_cpu {new} are not of the planned batch of {batch.batch_size} "
+            f"requests, {plan.num_tokens} new tokens and {keys} keys; call init_forward_metadata with every new batch"
+        )
