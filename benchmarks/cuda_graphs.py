@@ -11,6 +11,7 @@ import fa_fast
 from benchmarks.cuda_attention import problem
 from benchmarks.timing import Row, clock_rounds, row
 from fa_fast.graphs import GraphRunner
+from fa_fast.recording import Recorder
 from fa_ref import ForwardBatch, ForwardMode
 from fa_ref.cases import Case
 
@@ -62,11 +63,7 @@ def plain(case: Case) -> Callable[[], None]:
                 cu_seqlens_q=cu, max_seqlen_q=1, softmax_scale=layer.scaling, causal=True,
             )  # fmt: skip
 
-    layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
+    recording = Recorder("cuda").record(layers)
 
     def run() -> None:
         q.copy_(case.q.view_as(q))
@@ -76,7 +73,7 @@ def plain(case: Case) -> Callable[[], None]:
         pages = -(-longest // page)
         slots = pool[batch.req_pool_indices[:, None], strided[:pages][None]]
         table[:, :pages].copy_(slots // page)
-        graph.replay()
+        recording.replay()
         torch.cuda.synchronize()
 
     return run
