@@ -100,7 +100,7 @@ class FlashAttentionBackend:
         self._num_splits = 1 if self.config.deterministic else 0
         self._expands = self._expands_trees()
         self._layers: dict[tuple[Any, ...], tuple[Any, AttentionLayer, _Geometry]] = {}  # checked, each with its pool
-        self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
+        self._schedules: dict[tuple[_Geometry, int, bool], Any] = {}  # of the current batch
         self._plan: AttentionPlan | None = None
         self._plan_graphs: PlanGraphs | None = None
 
@@ -151,7 +151,7 @@ class FlashAttentionBackend:
         sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
-        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+        if ForwardMode.of(getattr(forward_batch, "forward_mode", ForwardMode.EXTEND)).is_decode_or_idle():
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
@@ -471,7 +471,8 @@ class FlashAttentionBackend:
         if self.kernels.get_scheduler_metadata is None:
             return None
         geometry, mla = on.geometry, on.qv is not None
-        key = (geometry, id(step))
+        # A graph computes its own: one made by a run before the capture would keep the lengths of that run.
+        key = (geometry, id(step), on.q.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in self._schedules:
             self._schedules[key] = self.kernels.get_scheduler_metadata(
                 sequences=step.sequences,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_fast.write import write_kv
 from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
-from fa_ref.api.checks import req_to_token
+from fa_ref.api.checks import check_layer_pool, req_to_token
+from fa_ref.api.mla import model_inputs
 from fa_ref.api.mla_form import mla_form, prefix_lens
 from fa_ref.api.pools import FP8, head_scale
 
@@ -32,21 +33,27 @@ def mla_attention(
     """One MLA layer of a planned batch: writes [latent | k_rope] to the cache and returns every head's values.
 
     q_nope [tokens, heads, nope], q_rope [tokens, heads, rope] rotated, latent [tokens, latent] normalised, k_rope
-    [tokens, rope] rotated; returns [tokens, heads * v_dim]. layer: the absorbed one.
+    [tokens, rope] rotated; returns [tokens, heads * v_dim]. layer: the absorbed one, in every form (tp_k_head_num 1,
+    head_dim latent + rope, v_head_dim latent), whose scaling is that of nope + rope.
 
     form: "absorbed"; "chunked", the MHA form with the cached prefix in chunks of `workspace_tokens` keys; "one_shot",
     the MHA form over all keys at once; "auto", the cheaper one by counted operations and bytes. Raises BadBatch where a
-    form cannot run. Only the first layer of a batch in an MHA form waits for the device, to copy lengths.
+    form cannot run, and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Only
+    the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
+    tokens, config = backend.forward_metadata.num_tokens, backend.config
     form = mla_form(form, batch, layer, projections, workspace_tokens)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = torch.bmm(q_nope.transpose(0, 1), projections.w_uk).transpose(0, 1)
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
         out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim).transpose(0, 1)
         return torch.bmm(out, projections.w_uv.transpose(1, 2)).transpose(0, 1).flatten(1)
 
-    config, mha_layer = backend.config, projections.mha_layer(layer)
+    mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
+    check_layer_pool(layer, config, pool)
     write_kv(pool, layer, batch.out_cache_loc, latent[:, None], k_rope[:, None])
     query = torch.cat([q_nope, q_rope], dim=-1)
 

@@ -55,12 +55,13 @@ class Recorder:
         graph = getattr(self._torch, GRAPHS[self.device.type])()
         with self._torch.graph(graph, pool=self._pool, stream=stream):
             result = work()
-        return _Graph(graph, result)
+        return _Graph(graph, result, work)
 
 
 class _Graph:
-    def __init__(self, graph: Any, result: Any) -> None:
+    def __init__(self, graph: Any, result: Any, work: Callable[[], Any]) -> None:
         self.graph, self.result = graph, result
+        self.work = work  # kept: a graph knows addresses only, and what the work refers to must stay where it is
 
     def replay(self) -> None:
         self.graph.replay()

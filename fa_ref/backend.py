@@ -20,6 +20,7 @@ from fa_ref.api import (
     BadBatch,
     BadConfig,
     ForwardBatch,
+    ForwardMode,
     LayerKind,
     TreePass,
     UnsupportedByProvider,
@@ -104,7 +105,7 @@ class FlashAttentionBackend:
         sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
-        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+        if ForwardMode.of(getattr(forward_batch, "forward_mode", ForwardMode.EXTEND)).is_decode_or_idle():
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 

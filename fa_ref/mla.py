@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
-from fa_ref.api.checks import req_to_token
+from fa_ref.api.checks import check_layer_pool, req_to_token
+from fa_ref.api.mla import model_inputs
 from fa_ref.api.mla_form import mla_form, prefix_lens
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.kernels import merge_state
@@ -43,9 +44,13 @@ def mla_attention(
 
     form: "absorbed"; "chunked", the MHA form with the cached prefix in chunks of `workspace_tokens` keys, which bounds
     what is expanded at a time; "one_shot", the MHA form over all keys at once; "auto", the cheaper one by counted
-    operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run.
+    operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run,
+    and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Nothing is written then.
     """
+    tokens, config = backend.forward_metadata.num_tokens, backend.config
     form = mla_form(form, batch, layer, projections, workspace_tokens)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    q_nope, q_rope, latent, k_rope = inputs
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -53,8 +58,9 @@ def mla_attention(
         values = einsum(out, projections.w_uv, "t h latent, h v latent -> t h v")
         return rearrange(values, "t h v -> t (h v)")
 
-    config, mha_layer = backend.config, projections.mha_layer(layer)
+    mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
+    check_layer_pool(layer, config, pool)
     assert batch.out_cache_loc is not None  # mla_form refuses it
     rows = [rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)]
     pool.set_mla_kv_buffer(layer, batch.out_cache_loc.long(), *rows)

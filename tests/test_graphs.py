@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -387,6 +388,20 @@ def test_a_cpu_replay_writes_where_the_first_result_lies():
     assert recording.result[0].data_ptr() == address
     with pytest.raises(ValueError, match="zip"):
         copy_into([torch.zeros(1)], [])
+
+
+@pytest.mark.gpu
+def test_a_recording_keeps_what_its_work_refers_to():
+    def recorded() -> Any:
+        table = torch.arange(1 << 20, device="cuda")
+        return Recorder("cuda").record(lambda: table * 2)
+
+    recording = recorded()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.zeros(1 << 20, dtype=torch.int64, device="cuda").sum() == 0  # would take the table's memory
+    recording.replay()
+    assert torch.equal(recording.result, torch.arange(1 << 20, device="cuda") * 2)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -389,6 +390,48 @@ def test_forms_that_cannot_run_are_refused_by_name(package):
     with pytest.raises(BadBatch, match="in EXTEND without extend_seq_lens_cpu, seq_lens_cpu; "):
         blind.run(route, "one_shot")
     torch.testing.assert_close(blind.run(route, "auto"), blind.run(route, "absorbed"), rtol=0, atol=0)
+
+
+@both_packages
+@pytest.mark.parametrize("form", ["absorbed", "chunked", "one_shot", "auto"])
+def test_what_a_model_hands_over_is_checked_before_the_write(package, form):
+    model = Model(mla_case())
+    latent = model.layer.v_head_dim
+    short = replace(model.layer, head_dim=latent + 4)  # a rope part of 4, in a pool of 8
+    zeros = torch.zeros
+    bf16 = MLAProjections(w_uk=model.projections.w_uk.bfloat16(), w_uv=model.projections.w_uv.bfloat16())
+    row = "k" if form == "absorbed" else "(latent|k)"  # forward calls it k
+    two_heads = MLAProjections(w_uk=zeros(2, 8, latent), w_uv=zeros(2, 6, latent))
+    for wrong, error, says in (
+        (dict(latent=model.case.k), BadBatch, f"{row} has shape"),
+        (dict(latent=model.latent[:-1]), BadBatch, f"{row} has shape"),
+        (dict(k_rope=model.k_rope[:, :-1]), BadBatch, "k_rope has shape"),
+        (dict(q_nope=model.q_nope[:, :-1]), BadBatch, "q_nope has shape"),
+        (dict(q_rope=model.q_rope.double()), BadBatch, "q_rope is torch.float64"),
+        (dict(layer=model.projections.mha_layer(model.layer)), BadConfig, "an absorbed MLA layer has one key head"),
+        (dict(layer=short, q_rope=model.q_rope[..., :4], k_rope=model.k_rope[:, :4]), BadConfig, "buffers in the pool"),
+        (dict(projections=two_heads), BadConfig, "4 query heads"),
+        (dict(projections=MLAProjections(w_uk=zeros(4, 8, 16), w_uv=zeros(4, 6, 16))), BadConfig, "a latent of 32"),
+        (dict(projections=bf16), BadConfig, "w_uk is torch.bfloat16"),
+    ):
+        changed = copy(model)
+        vars(changed).update(wrong)
+        buffer = model.case.config.token_to_kv_pool.kv_buffer[0]
+        before = buffer.clone()
+        with pytest.raises(error, match=says):
+            changed.run("passes" if package is fa_ref else "fast", form)
+        assert torch.equal(buffer.nan_to_num(), before.nan_to_num())
+
+
+@both_packages
+@pytest.mark.parametrize("form", ["absorbed", "chunked", "one_shot"])
+def test_flat_queries_and_rows_with_a_head_axis_are_the_same(package, form):
+    model = Model(mla_case())
+    route = "passes" if package is fa_ref else "fast"
+    other = copy(model)
+    other.q_nope, other.q_rope = model.q_nope.flatten(1), model.q_rope.flatten(1)
+    other.latent, other.k_rope = model.latent[:, None], model.k_rope[:, None]
+    torch.testing.assert_close(other.run(route, form), model.run(route, form), rtol=0, atol=0)
 
 
 def test_projections_of_other_shapes_are_refused():

@@ -74,8 +74,51 @@ def test_its_decode_is_right(package):
 
 def test_both_packages_give_the_same():
     fast, ref = run("fa_fast"), run("fa_ref")
-    for name in ("prompt_out", "token_out", "verify_out"):
+    for name in ("prompt_out", "token_out", "verify_out", "second_out", "start_cross", "word_text", "word_cross"):
         torch.testing.assert_close(fast[name], ref[name], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("package", ["fa_fast", "fa_ref"])
+def test_its_latent_attention_is_that_of_expanded_keys(package, monkeypatch):
+    """The second piece of the prompt, against keys and values of every head made from the cached rows."""
+    queries = {}
+
+    def attend(backend, q_nope, q_rope, *others):
+        queries[q_nope.shape[0]] = torch.cat([q_nope, q_rope], dim=-1).float()
+        return original(backend, q_nope, q_rope, *others)
+
+    module = {"fa_fast": fa_fast, "fa_ref": fa_ref}[package]
+    original = module.mla_attention
+    monkeypatch.setattr(module, "mla_attention", attend)
+    names = run(package)
+    latent, k_rope = names["latents"].get_key_buffer(0)[16:36, 0].float().split([512, 64], dim=-1)
+    keys_values = (latent @ names["kv_b_proj"].float().T).view(20, 16, 128 + 128)  # as a checkpoint has it
+    k_nope, values = keys_values.split([128, 128], dim=-1)
+    keys = torch.cat([k_nope, k_rope[:, None].expand(-1, 16, -1)], dim=-1)
+    seen = torch.arange(20) <= torch.arange(12, 20)[:, None]
+    q, k, v = (x.transpose(0, 1) for x in (queries[8], keys, values))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)  # scales by (128 + 64) ** -0.5
+    torch.testing.assert_close(names["second_out"].float(), exact.transpose(0, 1).flatten(1), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("package", [fa_fast, fa_ref], ids=lambda package: package.__name__)
+def test_its_cross_layer_attends_to_the_encoder_and_its_text_starts_behind(package):
+    names = run(package.__name__)
+    assert names["start_cross"].shape == (5, 8 * 64) and names["word_cross"].shape == (2, 8 * 64)
+    assert names["start_cross"][:3].abs().sum(dim=1).gt(0).all() and not names["start_cross"][3:].any()
+    text_keys, cross_keys = (names["audio"].get_key_buffer(layer) for layer in range(2))
+    assert torch.equal(cross_keys[16:36].flatten(1), names["encoder_k"])  # once, and still there after the decode
+    assert cross_keys.flatten(1).any(dim=1).nonzero().flatten().tolist() == list(range(16, 36))
+    assert text_keys.flatten(1).any(dim=1).nonzero().flatten().tolist() == [*range(36, 40), *range(48, 51)]
+
+    torch.manual_seed(1)
+    q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    backend, layer, batch = names["decoder"], names["cross_layer"], names["word"]
+    out = backend.forward(q.flatten(1), None, None, layer, batch).view(2, 8, 64)
+    k, v = (names[name].view(20, 8, 64).transpose(0, 1).float() for name in ("encoder_k", "encoder_v"))
+    exact = torch.nn.functional.scaled_dot_product_attention(q[:1].transpose(0, 1).float(), k, v)
+    torch.testing.assert_close(out[:1].float(), exact.transpose(0, 1), atol=1e-2, rtol=1e-2)
+    assert not out[1].any()
 
 
 def install_lines(text: str) -> dict[str, str]:

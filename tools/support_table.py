@@ -259,7 +259,6 @@ def missing() -> list[str]:
     """Features that no device has yet, because planning or the backend refuses them."""
     case = make_case()
     found = {
-        "CUDA graphs": lambda: fa_fast.FlashAttentionBackend(case.config).init_cuda_graph_state(8),
     }
     return [name for name, build in found.items() if _refused(build)]
 

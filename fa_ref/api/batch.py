@@ -55,9 +55,9 @@ class ForwardBatch:
     extend_seq_lens_cpu: Sequence[int] | None = None  # host copy; None: bounds instead
     extend_prefix_lens: Int[Tensor, " requests"] | None = None  # cached tokens P
     extend_prefix_lens_cpu: Sequence[int] | None = None  # host copy, checked against the other lengths
-    encoder_lens: Int[Tensor, " requests"] | None = None  # encoder keys, the first columns of the row
+    encoder_lens: Int[Tensor, " requests"] | None = None  # encoder keys, the first columns of the row; 0: no encoder
     encoder_lens_cpu: Sequence[int] | None = None  # host copy; None: the width of the row instead
-    encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None  # slot of every new encoder token
+    encoder_out_cache_loc: Int[Tensor, " encoder_tokens"] | None = None  # slot of every new encoder token; None: none
     spec_info: DraftInput | VerifyInput | None = None  # speculative decoding: the drafts of this pass
     shared_prefix_len: int = 0  # leading tokens that all requests keep in the very same slots; for cascade_prefix
     attn_attend_prefix_cache: bool | None = None  # MLA as MHA: None absorbed, False new tokens, True a chunk

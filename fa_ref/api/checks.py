@@ -368,9 +368,14 @@ def check_layer_inputs(
         if name == "q" or key_rows in (None, (tokens,)):
             check_value(layer, name, value, tokens, width, config)
             continue
-        given = value.shape[:1].numel() if isinstance(value, Tensor) else -1
-        rows = given if given in key_rows else key_rows[-1]
-        check_value(layer, name, value, rows, width, config, "encoder_out_cache_loc slots for new encoder tokens")
+        given = value.shape[:1].numel() if isinstance(value, Tensor) else key_rows[-1]
+        if isinstance(value, Tensor) and given not in key_rows:
+            raise BadBatch(
+                f"layer {layer.layer_id}: {name} has shape {tuple(value.shape)}; this batch has {key_rows[-1]} "
+                "encoder_out_cache_loc slots for new encoder tokens, and k and v of a cross layer have a row for each. "
+                "Where the cache holds the encoder's keys already, pass k and v of None"
+            )
+        check_value(layer, name, value, given, width, config, "encoder_out_cache_loc slots for new encoder tokens")
     if (k is None) != (v is None):
         raise BadBatch(f"layer {layer.layer_id}: pass both k and v, or neither to attend to the cache as it is")
     if k is not None and v is not None and k.shape[:1] != v.shape[:1]:

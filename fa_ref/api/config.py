@@ -31,7 +31,7 @@ class BackendConfig:
     dtype: torch.dtype  # of q, and of k and v before they are written
     kv_cache_dtype: torch.dtype  # of the pool: dtype itself, or fp8 (e4m3)
     page_size: int = 1  # tokens a page
-    context_len: int  # longest request, tokens
+    context_len: int  # longest request, tokens; an encoder's are not counted
     sliding_window_size: int | None = None  # W - 1 of the model's window layers; None or -1: none
     attention_chunk_size: int | None = None  # tokens; layers with use_irope attend within a chunk
     is_encoder_decoder: bool = False  # CROSS layers attend to encoder keys, which every batch counts in encoder_lens

@@ -22,11 +22,11 @@ class AttentionLayer:
 
     layer_id: int  # which buffer of the pool
     tp_q_head_num: int  # query heads on this rank
-    tp_k_head_num: int  # key heads on this rank; divides tp_q_head_num
+    tp_k_head_num: int  # key heads on this rank; divides tp_q_head_num; absorbed MLA: 1
     tp_v_head_num: int = 0  # 0: as many as key heads
-    head_dim: int  # of q and k
-    v_head_dim: int = 0  # of v and the output; 0: head_dim
-    scaling: float  # softmax scale
+    head_dim: int  # of q and k; absorbed MLA: latent + rope
+    v_head_dim: int = 0  # of v and the output; 0: head_dim; absorbed MLA: latent
+    scaling: float  # softmax scale; MLA: (nope + rope) ** -0.5 in every form
     logit_cap: float = 0.0  # softcap; 0 none
     sliding_window_size: int | None = -1  # keys before the query that stay visible, W - 1; -1 or None: none
     use_irope: bool = False  # chunked local attention, where the config has a chunk size

@@ -68,19 +68,25 @@ def latent_layer(layer: AttentionLayer) -> AttentionLayer:
 
     Raises BadConfig if it is not one: other than one key head, no rope part, or a v_scale of its own.
     """
-    latent, rope, v_scale = layer.v_head_dim, layer.head_dim - layer.v_head_dim, layer.v_scale
-    if layer.tp_k_head_num != 1 or rope < 1:
-        raise BadConfig(
-            f"layer {layer.layer_id} has {layer.tp_k_head_num} key heads of {layer.head_dim} with values of "
-            f"{latent}; an absorbed MLA layer has one key head, of latent + rope, whose values are the latent. For the "
-            "MHA form set attn_attend_prefix_cache in the batch"
-        )
+    check_absorbed(layer)
+    v_scale = layer.v_scale
     if v_scale is not None and float(v_scale) != float(1.0 if layer.k_scale is None else layer.k_scale):
         raise BadConfig(
             f"layer {layer.layer_id} has k_scale {layer.k_scale} and v_scale {v_scale}; a cached latent is key and "
             "value at once and has one scale: set k_scale, and v_scale to the same or None"
         )
     return replace(layer, v_scale=layer.k_scale)
+
+
+def check_absorbed(layer: AttentionLayer) -> None:
+    """Raise BadConfig for a layer with other than one key head, or without a rope part behind the latent."""
+    if layer.tp_k_head_num != 1 or layer.head_dim <= layer.v_head_dim:
+        raise BadConfig(
+            f"layer {layer.layer_id} has {layer.tp_k_head_num} key heads of {layer.head_dim} with values of "
+            f"{layer.v_head_dim}; an absorbed MLA layer has one key head, of latent + rope, whose values are the "
+            "latent (tp_k_head_num=1, head_dim=latent + rope, v_head_dim=latent). A layer of the MHA form, as "
+            "MLAProjections.mha_layer makes it, is for forward of a batch with attn_attend_prefix_cache"
+        )
 
 
 class LatentInputs(NamedTuple):
@@ -124,6 +130,49 @@ def latent_inputs(
     if k is None:
         return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), None, None)
     return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), *_split(k, k_rope, 1, latent, rope))
+
+
+def model_inputs(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    layer: AttentionLayer,
+    projections: MLAProjections,
+    form: str,
+    tokens: int,
+    config: BackendConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What mla_attention is given, in the shapes of its docstring; queries may be flat, rows may have a head axis.
+
+    Raises BadConfig for a layer that is not the absorbed one, or for projections of another layer or dtype; BadBatch
+    for the inputs, before anything is written. In the absorbed form all but q_nope are left to `forward`, which checks
+    them and takes either shape.
+    """
+    check_absorbed(layer)
+    heads, nope, latent_dim = projections.w_uk.shape
+    rope = layer.head_dim - layer.v_head_dim
+    if (heads, latent_dim) != (layer.tp_q_head_num, layer.v_head_dim):
+        raise BadConfig(
+            f"layer {layer.layer_id} has {layer.tp_q_head_num} query heads and a latent of {layer.v_head_dim}, its "
+            f"projections {heads} and {latent_dim}; make both for the heads of this rank, head_dim=latent + rope and "
+            "v_head_dim=latent"
+        )
+    for name, weight in (("w_uk", projections.w_uk), ("w_uv", projections.w_uv)):
+        if weight.dtype != config.dtype or weight.device.type != torch.device(config.device).type:
+            raise BadConfig(
+                f"layer {layer.layer_id}: {name} is {weight.dtype} on {weight.device}; this backend runs "
+                f"{config.dtype} on {config.device}: convert the projections once, when they are made"
+            )
+    check_value(layer, "q_nope", q_nope, tokens, heads * nope, config)
+    q_nope = q_nope.reshape(tokens, heads, nope)
+    if form == "absorbed":
+        return q_nope, q_rope, latent, k_rope
+    check_value(layer, "q_rope", q_rope, tokens, heads * rope, config)
+    check_value(layer, "latent", latent, tokens, latent_dim, config)
+    check_value(layer, "k_rope", k_rope, tokens, rope, config)
+    q_rope = q_rope.reshape(tokens, heads, rope)
+    return q_nope, q_rope, latent.reshape(tokens, latent_dim), k_rope.reshape(tokens, rope)
 
 
 def refuse_rope(q_rope: object, k_rope: object) -> None:

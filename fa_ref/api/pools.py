@@ -25,6 +25,7 @@ class ReqToTokenPool:
     """`req_to_token` int32 [size + 1, context_len + extra_tokens]: the slot of every logical position.
 
     `extra_tokens` columns past the context limit hold draft tokens of speculative decoding.
+    A request's encoder tokens are in its row too: with an encoder, context_len is that of encoder and text together.
 
     >>> pool = ReqToTokenPool(size=2, context_len=8)
     >>> pool.alloc(2), pool.req_to_token.shape
