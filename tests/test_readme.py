@@ -85,7 +85,16 @@ def test_the_replayed_step_is_the_eager_one():
 
 def test_both_packages_give_the_same():
     fast, ref = run("fa_fast"), run("fa_ref")
-    for name in ("prompt_out", "token_out", "replayed", "verify_out", "second_out", "start_cross", "word_text", "word_cross"):
+    for name in (
+        "prompt_out",
+        "token_out",
+        "replayed",
+        "verify_out",
+        "second_out",
+        "start_cross",
+        "word_text",
+        "word_cross",
+    ):
         torch.testing.assert_close(fast[name], ref[name], atol=2e-2, rtol=2e-2)
 
 
