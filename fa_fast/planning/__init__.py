@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fa_fast.planning.cross import plan_cross
@@ -30,7 +29,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
 
 def plan_unchecked(batch: ForwardBatch, config: BackendConfig, step: int = 0) -> AttentionPlan:
     """plan_batch of a batch that was checked before it came here: device work only, so that a graph can record it."""
-    return replace(_planned(batch, _text(batch, config), config, step), values=None)  # a replay changes them
+    return _planned(batch, _text(batch, config), config, step, recorded=True)
 
 
 def _text(batch: ForwardBatch, config: BackendConfig) -> tuple[ForwardBatch, BackendConfig]:
@@ -38,7 +37,11 @@ def _text(batch: ForwardBatch, config: BackendConfig) -> tuple[ForwardBatch, Bac
 
 
 def _planned(
-    batch: ForwardBatch, text: tuple[ForwardBatch, BackendConfig], config: BackendConfig, step: int
+    batch: ForwardBatch,
+    text: tuple[ForwardBatch, BackendConfig],
+    config: BackendConfig,
+    step: int,
+    recorded: bool = False,
 ) -> AttentionPlan:
     passes = {
         kind: _plan_kind(*((batch, config) if kind is LayerKind.CROSS else text), kind, step)
@@ -51,7 +54,7 @@ def _planned(
         passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
     extends = config.use_mla and batch.forward_mode.is_extend_or_draft_extend_or_mixed()
     given = given_keys(batch, config) if extends else None
-    return plan_of(batch, config, passes, shared_prefix=saving, given=given)
+    return plan_of(batch, config, passes, recorded, shared_prefix=saving, given=given)
 
 
 def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionPlan]:
@@ -62,11 +65,15 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
 
 def plan_steps_unchecked(batch: ForwardBatch, config: BackendConfig, steps: int) -> list[AttentionPlan]:
     """plan_steps of a batch that was checked before it came here."""
-    return [replace(plan, values=None) for plan in _planned_steps(batch, _text(batch, config), config, steps)]
+    return _planned_steps(batch, _text(batch, config), config, steps, recorded=True)
 
 
 def _planned_steps(
-    batch: ForwardBatch, text: tuple[ForwardBatch, BackendConfig], config: BackendConfig, steps: int
+    batch: ForwardBatch,
+    text: tuple[ForwardBatch, BackendConfig],
+    config: BackendConfig,
+    steps: int,
+    recorded: bool = False,
 ) -> list[AttentionPlan]:
     by_kind: dict[LayerKind, list[tuple[AttentionPass | TreePass, ...]]] = {
         kind: plan_draft_steps(*text, kind, steps) for kind in layer_kinds(config)[0] if kind is not LayerKind.CROSS
@@ -74,7 +81,7 @@ def _planned_steps(
     if config.is_encoder_decoder:
         by_kind[LayerKind.CROSS] = [plan_cross(batch, config)] * steps  # the same encoder keys at every step
     passes = [{kind: plans[step] for kind, plans in by_kind.items()} for step in range(steps)]
-    return [plan_of(batch, config, found) for found in passes]
+    return [plan_of(batch, config, found, recorded) for found in passes]
 
 
 def _plan_kind(
