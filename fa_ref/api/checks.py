@@ -170,7 +170,10 @@ def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     host = batch.seq_lens_cpu
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
-    for name in ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "encoder_lens_cpu"):
+    copies = ["seq_lens_cpu", "encoder_lens_cpu"]
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():  # elsewhere nothing reads them
+        copies += ["extend_seq_lens_cpu", "extend_prefix_lens_cpu"]
+    for name in copies:
         if getattr(batch, name) is not None:
             count = len(host_lengths(name, getattr(batch, name)))
             if count != batch.batch_size:
