@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla")}  # modules: DEVICE_NAME.py
+SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla", "graphs")}  # modules: DEVICE_NAME.py
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SUITES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suite", help="attention, speculation or mla; all that the device has without it")
+    parser.add_argument("--suite", help="attention, speculation, mla or graphs; all that the device has without it")
     parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", help="write the results to this file")

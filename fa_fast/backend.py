@@ -6,14 +6,16 @@ The readable twin, with every step explained, is fa_ref.backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_fast.graphs import PlanGraphs
 from fa_fast.kernels.joint import joint_view
 from fa_fast.kernels.select import Provider, provider_for
-from fa_fast.planning import plan_batch
+from fa_fast.planning import plan_batch, plan_unchecked
 from fa_fast.write import write_kv
 from fa_ref.api import (
     AttentionLayer,
@@ -22,15 +24,15 @@ from fa_ref.api import (
     BackendConfig,
     BadBatch,
     ForwardBatch,
+    ForwardMode,
     LayerKind,
     TreePass,
-    UnsupportedByProvider,
     layer_kind,
     window_left,
 )
 from fa_ref.api.bounds import key_rows, page_size_of, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
-from fa_ref.api.encoder import check_encoder_writes
+from fa_ref.api.encoder import check_encoder_writes, checked_text
 from fa_ref.api.mla import is_mha_form, latent_inputs, latent_layer, mha_call, refuse_rope
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
@@ -98,8 +100,9 @@ class FlashAttentionBackend:
         self._num_splits = 1 if self.config.deterministic else 0
         self._expands = self._expands_trees()
         self._layers: dict[tuple[Any, ...], tuple[Any, AttentionLayer, _Geometry]] = {}  # checked, each with its pool
-        self._schedules: dict[tuple[_Geometry, int], Tensor | None] = {}  # of the current batch
+        self._schedules: dict[tuple[_Geometry, int, bool], Any] = {}  # of the current batch
         self._plan: AttentionPlan | None = None
+        self._plan_graphs: PlanGraphs | None = None
 
     @property
     def forward_metadata(self) -> AttentionPlan:
@@ -122,9 +125,16 @@ class FlashAttentionBackend:
 
     def use_plan(self, plan: AttentionPlan) -> None:
         """Take a plan made elsewhere: the steps of a draft are planned together."""
-        if self._expands:
-            expanded = {kind: tuple(map(_expanded, passes)) for kind, passes in plan.passes.items()}
-            plan = replace(plan, passes=expanded)
+        self._take(self._as_run(plan))
+
+    def _as_run(self, plan: AttentionPlan) -> AttentionPlan:
+        """The plan with its trees as this backend runs them."""
+        if not self._expands:
+            return plan
+        expanded = {kind: tuple(map(_expanded, passes)) for kind, passes in plan.passes.items()}
+        return replace(plan, passes=expanded)
+
+    def _take(self, plan: AttentionPlan) -> None:
         self._plan = plan
         self._schedules.clear()
 
@@ -141,7 +151,7 @@ class FlashAttentionBackend:
         sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
-        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+        if ForwardMode.of(getattr(forward_batch, "forward_mode", ForwardMode.EXTEND)).is_decode_or_idle():
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
@@ -219,13 +229,90 @@ class FlashAttentionBackend:
         return 1
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None, kv_indices_buf: Any = None) -> None:
-        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+        """For a server that captures its layers itself: allocate what its graphs read, for up to max_bs requests."""
+        self._plan_graphs = PlanGraphs(self.config, self._plan_in_graph, self._take, max_bs)
 
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        self.init_cuda_graph_state(0)
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+    ) -> None:
+        """Record the plan of batches of this size, before the server records the layers. spec_info: of the step."""
+        self._graphs().capture(
+            self._static(bs, num_tokens // bs, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, None),
+            num_tokens // bs,
+        )
 
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        self.init_cuda_graph_state(0)
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        seq_lens_sum: int | None,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: Tensor | None = None,
+        out_cache_loc: Tensor | None = None,
+    ) -> None:
+        """Plan a batch into the recorded tensors, before the server replays its layers. Rows past bs are not read.
+
+        out_cache_loc: [request, branch, step], which draft decoding with topk > 1 needs. seq_lens_sum and seq_lens_cpu
+        are not read: nothing here needs the host.
+        """
+        self._graphs().replay(
+            self._static(bs, 0, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, out_cache_loc)
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """The host's part of a graphed step: check the batch that will be replayed. in_capture: there is none yet."""
+        batch = self._batch(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        if not in_capture:
+            checked_text(batch, self.config)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Plan on the device alone: what a graph records, ahead of the layers. The batch is one of static tensors."""
+        self._take(self._plan_in_graph(self._batch(forward_batch)))
+
+    def _plan_in_graph(self, batch: ForwardBatch) -> AttentionPlan:
+        return self._as_run(plan_unchecked(batch, self.config, self.speculative_step_id))
+
+    def _graphs(self) -> PlanGraphs:
+        if self._plan_graphs is None:
+            raise BadBatch("no graph state; call init_cuda_graph_state(max_bs) before capturing or replaying")
+        return self._plan_graphs
+
+    def _static(
+        self,
+        bs: int,
+        tokens: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        out_cache_loc: Tensor | None,
+    ) -> ForwardBatch:
+        """The arguments of a server's capture or replay as a batch of bs requests."""
+        extends = ForwardMode.of(forward_mode).is_draft_extend()
+        batch = SimpleNamespace(
+            forward_mode=forward_mode,
+            batch_size=bs,
+            req_pool_indices=req_pool_indices[:bs],
+            seq_lens=seq_lens[:bs],
+            encoder_lens=None if encoder_lens is None else encoder_lens[:bs],
+            spec_info=spec_info,
+            out_cache_loc=out_cache_loc,
+            extend_seq_lens_cpu=[tokens or self._graphs().draft_tokens] * bs if extends else None,
+        )
+        return self._batch(batch)
 
     def _batch(self, batch: Any) -> ForwardBatch:
         """A server's batch; a draft must be the one that this backend was built for."""
@@ -388,7 +475,8 @@ class FlashAttentionBackend:
         if self.kernels.get_scheduler_metadata is None:
             return None
         geometry, mla = on.geometry, on.qv is not None
-        key = (geometry, id(step))
+        # A graph computes its own: one made by a run before the capture would keep the lengths of that run.
+        key = (geometry, id(step), on.q.is_cuda and torch.cuda.is_current_stream_capturing())
         if key not in self._schedules:
             self._schedules[key] = self.kernels.get_scheduler_metadata(
                 sequences=step.sequences,

@@ -42,20 +42,20 @@ def mla_attention(
     the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
     server_layer = layer
-    form, batch, layer, *inputs = mla_call(
+    form, batch, layer, inputs = mla_call(
         backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
     )
     q_nope, q_rope, latent, k_rope = inputs
+    config = backend.config
     if form == "absorbed":
         query = torch.bmm(q_nope.transpose(0, 1), projections.w_uk).transpose(0, 1)
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
         out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim).transpose(0, 1)
         return torch.bmm(out, projections.w_uv.transpose(1, 2)).transpose(0, 1).flatten(1)
 
-    config, mha_layer = backend.config, projections.mha_layer(layer)
+    mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    loc = slots_to_write(batch, config, 0, latent.shape[0])
-    write_kv(pool, server_layer, loc, latent[:, None], k_rope[:, None])
+    write_kv(pool, server_layer, slots_to_write(batch, config, 0, latent.shape[0]), latent[:, None], k_rope[:, None])
     query = torch.cat([q_nope, q_rope], dim=-1)
 
     def attend(keys: Tensor, values: Tensor, to: ForwardBatch) -> Any:

@@ -20,6 +20,7 @@ from fa_ref.api import (
     BadBatch,
     BadConfig,
     ForwardBatch,
+    ForwardMode,
     LayerKind,
     TreePass,
     UnsupportedByProvider,
@@ -28,7 +29,7 @@ from fa_ref.api import (
 )
 from fa_ref.api.bounds import key_rows, slots_to_write
 from fa_ref.api.checks import check_cut, check_layer_inputs, check_layer_pool, check_window
-from fa_ref.api.encoder import check_encoder_writes
+from fa_ref.api.encoder import check_encoder_writes, checked_text
 from fa_ref.api.mla import is_mha_form, latent_inputs, latent_layer, mha_call, refuse_rope
 from fa_ref.api.planned import check_planned, read_batch
 from fa_ref.api.pools import FP8, head_scale
@@ -104,7 +105,7 @@ class FlashAttentionBackend:
         sinks: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One layer of the batch, dispatched by mode."""
-        if ForwardBatch.of(forward_batch).forward_mode.is_decode_or_idle():
+        if ForwardMode.of(getattr(forward_batch, "forward_mode", ForwardMode.EXTEND)).is_decode_or_idle():
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
         return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, sinks)
 
@@ -186,13 +187,45 @@ class FlashAttentionBackend:
         return 1
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None, kv_indices_buf: Any = None) -> None:
-        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+        raise UnsupportedByProvider("the reference captures no graphs; use init_forward_metadata, or fa_fast")
 
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        self.init_cuda_graph_state(0)
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+    ) -> None:
+        self.init_cuda_graph_state(bs)
 
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        self.init_cuda_graph_state(0)
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        seq_lens_sum: int | None,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: Tensor | None = None,
+        out_cache_loc: Tensor | None = None,
+    ) -> None:
+        self.init_cuda_graph_state(bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """The host's part of a graphed step: check the batch that will be replayed. in_capture: there is none yet."""
+        batch = self._batch(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        if not in_capture:
+            checked_text(batch, self.config)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """What a graph records in fa_fast. Here it plans, as init_forward_metadata does."""
+        self.init_forward_metadata(forward_batch)
 
     def _inputs(
         self,

@@ -48,10 +48,11 @@ def mla_attention(
     and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Nothing is written then.
     """
     server_layer = layer
-    form, batch, layer, *inputs = mla_call(
+    form, batch, layer, inputs = mla_call(
         backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
     )
     q_nope, q_rope, latent, k_rope = inputs
+    config = backend.config
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -59,7 +60,7 @@ def mla_attention(
         values = einsum(out, projections.w_uv, "t h latent, h v latent -> t h v")
         return rearrange(values, "t h v -> t (h v)")
 
-    config, mha_layer = backend.config, projections.mha_layer(layer)
+    mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
     loc = slots_to_write(batch, config, 0, latent.shape[0])
     pool.set_mla_kv_buffer(server_layer, loc.long(), *(rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)))

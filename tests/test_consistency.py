@@ -514,19 +514,6 @@ def test_deterministic_mode_without_host_lengths_is_refused(package):
         package.plan_batch(case.batch, case.config)
 
 
-@both_packages
-def test_graph_methods_say_not_yet_whatever_the_arguments(package):
-    backend = package.FlashAttentionBackend(make_case().config)
-    calls = (
-        lambda: backend.init_cuda_graph_state(4, 4),
-        lambda: backend.init_forward_metadata_capture_cuda_graph(4, 4, None, None, None, DECODE, None),
-        lambda: backend.init_forward_metadata_replay_cuda_graph(4, None, None, 0, None, DECODE, None, None),
-    )
-    for call in calls:
-        with pytest.raises(UnsupportedByProvider, match="graph capture is not implemented yet"):
-            call()
-
-
 # ---- pools ------------------------------------------------------------------------------------------------------
 
 

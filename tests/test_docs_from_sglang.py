@@ -141,16 +141,11 @@ def test_what_works_is_explained_in_a_notebook(row):
 # ---- what is called missing is missing -------------------------------------------------------------------
 
 
-def graphs(package: Any) -> list[Callable[[], Any]]:
-    return [lambda: package.FlashAttentionBackend(make_case().config).init_cuda_graph_state(8)]
-
-
 def intel_gpus(package: Any) -> list[Callable[[], Any]]:
     return [lambda: provider_for(torch.device("xpu"))]
 
 
 MISSING = {
-    "graphs": graphs,
     "Intel GPUs": intel_gpus,
 }
 

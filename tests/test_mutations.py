@@ -624,7 +624,7 @@ def test_a_merge_may_round_its_outputs_and_logarithms_once_more(dtype):
     oracle = torch.tensor([[3.0, -4.0], [1.0, 0.0]], dtype=torch.float64)
     lse = torch.tensor([-7.0, -torch.inf], dtype=torch.float64)
     alone, merged = judge(oracle, oracle, oracle, dtype), judge(oracle, oracle, oracle, dtype, lse)
-    eps = torch.finfo(torch.float32).eps  # of an LSE, whatever the states
+    eps = torch.finfo(torch.float32).eps  # an LSE is fp32, whatever the outputs are
     assert math.isclose(merged.budget - alone.budget, (1 + 7) * eps * 4, rel_tol=1e-6)
     assert dtype is not torch.bfloat16 or merged.budget < 1.0001 * alone.budget
     empty = judge(oracle, oracle, oracle, dtype, torch.full_like(lse, -torch.inf))

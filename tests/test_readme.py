@@ -28,7 +28,8 @@ def run(package: str = "fa_fast") -> dict[str, Any]:
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     for block in python_blocks():
-        exec(compile(block.replace("fa_fast", package), "README.md", "exec"), names)
+        code = block.replace("fa_fast", package).replace(f"{package}.graphs", "fa_fast.graphs")  # which has no twin
+        exec(compile(code, "README.md", "exec"), names)
     return names
 
 
@@ -72,9 +73,28 @@ def test_its_decode_is_right(package):
     assert not config.token_to_kv_pool.k_buffer[1][:16].any()  # and none to the padding page
 
 
+def test_the_replayed_step_is_the_eager_one():
+    names = run()
+    backend, batch = names["backend"], names["token"]
+    inputs = {name: names[name][:1] for name in ("q", "k", "v")}
+    replayed = names["runner"].run(batch, **inputs).clone()
+    backend.init_forward_metadata(batch)
+    torch.testing.assert_close(replayed, names["layer_step"](batch, **inputs), atol=2e-2, rtol=2e-2)
+    assert replayed.shape == names["replayed"].shape == (1, 32 * 128)
+
+
 def test_both_packages_give_the_same():
     fast, ref = run("fa_fast"), run("fa_ref")
-    for name in ("prompt_out", "token_out", "verify_out", "second_out", "start_cross", "word_text", "word_cross"):
+    for name in (
+        "prompt_out",
+        "token_out",
+        "replayed",
+        "verify_out",
+        "second_out",
+        "start_cross",
+        "word_text",
+        "word_cross",
+    ):
         torch.testing.assert_close(fast[name], ref[name], atol=2e-2, rtol=2e-2)
 
 

@@ -88,6 +88,7 @@ GALLERY = {
     "tree": lambda: show.tree(PARENTS, ["the", "cat", "dog", "sat", "ran", "barked", "<off>"]),
     "bars": lambda: show.bars(["plain", "cascade"], [48, 16.25], "MB", title="read"),
     "chain": lambda: show.chain([("q", 1, 12), ("w<uk>", 12, 16), ("latent", 16, 9)], first=1, title="keys first"),
+    "timeline": lambda: show.timeline({"host": "ppaa", "gpu": "...p.a"}, {"p": "plan", "a": "<a>"}, title="eager"),
 }
 
 
@@ -481,6 +482,24 @@ def test_the_svg_of_a_chain_draws_every_matrix_to_scale(first):
 def test_a_chain_that_cannot_be_multiplied_is_refused(matrices, first):
     with pytest.raises(BadBatch, match="each with as many rows"):
         show.chain(matrices, first=first)
+
+
+def test_a_timeline_draws_every_run_where_it_happens():
+    picture = show.timeline({"host": "ppa", "device": "..p.aa"}, {"p": "plan", "a": "attend"})
+    assert lines(picture) == ["host    ppa...", "device  ..p.aa", "p plan  a attend"]
+    paths = [path.get("d") for path in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]
+    drawn = [tuple(map(int, box)) for d in paths for box in re.findall(r"M(\d+) (\d+)h(\d+)v16", d)]
+    origin = min(x for x, _, _ in drawn)
+    blocks = {(y // 22, (x - origin) // 9, (width + 1) // 9) for x, y, width in drawn}
+    assert blocks == {(0, 0, 2), (0, 2, 1), (1, 2, 1), (1, 4, 2)}  # lane, start, length
+
+
+@pytest.mark.parametrize(
+    "names", [{"p": "plan"}, {"p": "plan", "a": "attend", ".": "idle"}, {"p": "", "a": "", "xy": ""}]
+)
+def test_a_timeline_with_a_letter_that_means_nothing_is_refused(names):
+    with pytest.raises(BadBatch, match="name every letter"):
+        show.timeline({"host": "pa"}, names)
 
 
 def sample(x):

@@ -87,6 +87,22 @@ def test_paged_tokens_equal_dense_tokens(backend, page_size):
     assert everything_is_free(engine)
 
 
+@pytest.mark.parametrize("buckets", [(8,), (1, 2, 3, 8)])
+def test_captured_decodes_give_the_same_tokens(buckets, monkeypatch):
+    """Requests come and go: every decode is replayed in the smallest bucket that holds it, and none is planned anew."""
+    engine = Engine(random_model(), BACKENDS["fast"], page_size=4, pages=128, graph_buckets=buckets)
+    sizes, planned = [], []
+    run, plan = engine.target.graph.run, engine.backend.init_forward_metadata
+    monkeypatch.setattr(
+        engine.target.graph, "run", lambda batch, **kw: (sizes.append(batch.batch_size), run(batch, **kw))[1]
+    )
+    monkeypatch.setattr(engine.backend, "init_forward_metadata", lambda b: (planned.append(b.forward_mode), plan(b)))
+    assert engine.generate(PROMPTS, 12) == expected(12)
+    assert len(sizes) == engine.count["DECODE"] > 0
+    assert ForwardMode.DECODE not in planned
+    assert everything_is_free(engine)
+
+
 def test_the_random_model_is_worth_comparing():
     """Its tokens vary and depend on the first token of a prompt, so a lost key is seen."""
     assert all(len(set(tokens)) >= 5 for tokens in expected(12))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -247,23 +247,6 @@ def feature_cell(feature: Feature, device: str) -> str:
     return states.pop()
 
 
-def _refused(build: Callable[[], object]) -> bool:
-    try:
-        build()
-    except UnsupportedByProvider:
-        return True
-    return False
-
-
-def missing() -> list[str]:
-    """Features that no device has yet, because planning or the backend refuses them."""
-    case = make_case()
-    found = {
-        "CUDA graphs": lambda: fa_fast.FlashAttentionBackend(case.config).init_cuda_graph_state(8),
-    }
-    return [name for name, build in found.items() if _refused(build)]
-
-
 # ---- the whole -------------------------------------------------------------------------------------------
 
 
@@ -277,7 +260,6 @@ def support() -> str:
     kinds = list(LayerKind)
     modes = [[name, *(mode_cell(mode, spec, kind) for kind in kinds)] for name, mode, spec in MODES]
     features = [[f.name, *(feature_cell(f, device) for device in DEVICES)] for f in _features()]
-    features += [[name, *(NOT_YET for _ in DEVICES)] for name in missing()]
     return "\n\n".join(
         [
             "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every cell that is not marked *not yet*.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from fa_fast.planning.local import local_pass
 from fa_fast.planning.page_table import paged_view
 from fa_fast.planning.ragged import cu_seqlens
@@ -34,7 +36,10 @@ def singles_apart(
         ([i for i, n in enumerate(lens) if n > 1], bound),
     ):
         if requests:
-            step, rows = one_pass(batch.subset(requests)), batch.token_rows(requests)
+            whole = len(requests) == batch.batch_size  # then nothing is picked, which would copy an index from the host
+            step = one_pass(batch if whole else batch.subset(requests))
+            device = step.cache_seqlens.device
+            rows = torch.arange(sum(lens), dtype=torch.int32, device=device) if whole else batch.token_rows(requests)
             passes.append(replace(step, token_index=rows, max_seqlen_q=most, keys_are_new=False))
     return tuple(passes)
 

@@ -23,7 +23,9 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def device_checks_enabled() -> bool:
-    """True under FA_CHECK=1: values on the device are checked too, which synchronises."""
+    """True under FA_CHECK=1: values on the device are checked too, which synchronises. Never while a graph records."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
     return os.environ.get("FA_CHECK", "0") == "1"
 
 
@@ -169,7 +171,7 @@ def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
     copies = ["seq_lens_cpu", "encoder_lens_cpu"]
-    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():  # a decode may bring those of an earlier extend
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():  # elsewhere nothing reads them
         copies += ["extend_seq_lens_cpu", "extend_prefix_lens_cpu"]
     for name in copies:
         if getattr(batch, name) is not None:

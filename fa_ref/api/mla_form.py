@@ -10,7 +10,7 @@ from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.checks import check_layer_pool
 from fa_ref.api.errors import BadBatch, BadConfig
 from fa_ref.api.layer import AttentionLayer, layer_kind
-from fa_ref.api.mla import MLAProjections, check_mha_kind, model_inputs
+from fa_ref.api.mla import MLAProjections, check_absorbed, check_mha_kind, model_inputs
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPlan
@@ -21,15 +21,12 @@ FORMS = ("auto", "absorbed", "chunked", "one_shot")
 
 
 class MLACall(NamedTuple):
-    """A call of `mla_attention` that can run. In the absorbed form `forward` checks all but q_nope."""
+    """A call of `mla_attention` that can run."""
 
     form: str  # "absorbed", "chunked" or "one_shot"
-    batch: ForwardBatch  # a server's as ours
+    batch: ForwardBatch  # the planned one
     layer: AttentionLayer  # the absorbed one
-    q_nope: Tensor  # [tokens, heads, nope]
-    q_rope: Tensor  # [tokens, heads, rope]
-    latent: Tensor  # [tokens, latent]
-    k_rope: Tensor  # [tokens, rope]
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # q_nope, q_rope, latent, k_rope in the shapes of the docstring
 
 
 def mla_call(
@@ -44,11 +41,11 @@ def mla_call(
     form: str,
     workspace_tokens: int,
 ) -> MLACall:
-    """The form to run, a server's batch and layer as ours, and the inputs in the shapes of the docstring.
+    """The form to run, and a server's batch and layer as ours. Reads no value of the device.
 
-    Raises BadBatch for inputs of other shapes, a batch that is not the planned one, and a form that is unknown or that
-    the batch cannot run; BadConfig for a layer, projections or a backend that do not fit; UnsupportedByProvider for a
-    layer with a window or a chunk in the MHA form.
+    Raises BadBatch for operands of other shapes than the layer's, a batch that is not the planned one, an unknown form
+    or one the batch cannot run; BadConfig for a layer without latents; UnsupportedByProvider for a layer with a window
+    or a chunk in the MHA form.
     """
     config = getattr(backend, "config", None)
     if config is None or not config.use_mla:
@@ -56,19 +53,23 @@ def mla_call(
             f"mla_attention on {backend!r}, which is no backend of an MLA model; pass a FlashAttentionBackend whose "
             "config has use_mla=True"
         )
+    plan, batch = backend.forward_metadata, ForwardBatch.of(batch)
+    check_planned(plan, batch, config)
+    layer = AttentionLayer.of(layer)
+    check_absorbed(layer)
+    check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
     if not isinstance(projections, MLAProjections):
-        raise BadConfig(f"projections is {projections!r}; pass an MLAProjections")
-    plan, batch, layer = backend.forward_metadata, ForwardBatch.of(batch), AttentionLayer.of(layer)
-    if form == "auto" and layer_kind(layer, config.attention_chunk_size) is not LayerKind.FULL:
-        form = "absorbed"
-    form = mla_form(form, batch, layer, projections, workspace_tokens)
-    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
-    if form != "absorbed":  # there, forward checks what follows
+        raise BadBatch(f"layer {layer.layer_id}: projections is {projections!r}; pass an MLAProjections")
+    for name, value in dict(q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope).items():
+        if value is None:
+            raise BadBatch(f"layer {layer.layer_id}: {name} is None; it must be a tensor")
+    full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
+    form = mla_form("absorbed" if form == "auto" and not full else form, batch, layer, projections, workspace_tokens)
+    if form != "absorbed":
         check_mha_kind(layer, config)
-        check_planned(plan, batch, config)
-        check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)
         _check_lengths(batch, plan)
-    return MLACall(form, batch, layer, *inputs)
+    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
+    return MLACall(form, batch, layer, inputs)
 
 
 def mla_form(
@@ -121,7 +122,7 @@ def prefix_lens(batch: ForwardBatch) -> list[int]:
 
 def _check_lengths(batch: ForwardBatch, plan: AttentionPlan) -> None:
     """Raise BadBatch unless the host lengths, which chunks are cut by, are those that were planned."""
-    total, new = list(map(int, batch.seq_lens_cpu)), list(map(int, batch.extend_seq_lens_cpu))  # type: ignore[arg-type]
+    total, new = (host_lengths(name, getattr(batch, name)) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
     keys = None if plan.given is None else plan.given.keys
     if len(total) != batch.batch_size or sum(new) != plan.num_tokens or keys not in (None, sum(total)):
         raise BadBatch(

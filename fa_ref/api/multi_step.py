@@ -59,10 +59,14 @@ class MultiStepBackend:
             backend.use_plan(plan)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> None:
-        raise UnsupportedByProvider("graph capture is not implemented yet; run init_forward_metadata every step")
+        raise UnsupportedByProvider("the reference captures no graphs; use init_forward_metadata, or fa_fast")
 
-    def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: Any) -> None:
         self.init_cuda_graph_state(0)
 
-    def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> None:
-        self.init_cuda_graph_state(0)
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: Any, bs: int) -> None:
+        self.init_cuda_graph_state(bs)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """What a graph records in fa_fast. Here it plans, as init_forward_metadata does."""
+        self.init_forward_metadata(forward_batch)

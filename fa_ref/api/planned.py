@@ -73,9 +73,13 @@ def plan_of(
     batch: ForwardBatch,
     config: BackendConfig,
     passes: Mapping[LayerKind, tuple[AttentionPass | TreePass, ...]],
+    recorded: bool = False,
     **more: Any,
 ) -> AttentionPlan:
-    """The plan of a batch with these passes; `more` are further fields of AttentionPlan."""
+    """The plan of a batch with these passes; `more` are further fields of AttentionPlan.
+
+    recorded: as part of a graph, whose replays change the values; none is read then.
+    """
     return AttentionPlan(
         forward_mode=batch.forward_mode,
         num_tokens=new_tokens(batch),
@@ -83,7 +87,7 @@ def plan_of(
         refused=layer_kinds(config)[1],
         batch_size=batch.batch_size,
         drafts=_drafts(batch),
-        values=_values(batch, config),
+        values=None if recorded else _values(batch, config),
         **more,
     )
 

@@ -18,6 +18,7 @@ from fa_ref.show.pool import pool_strip
 from fa_ref.show.ragged import ragged
 from fa_ref.show.source import Source, source
 from fa_ref.show.table import page_table
+from fa_ref.show.timeline import timeline
 from fa_ref.show.tree import tree
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "side_by_side",
     "source",
     "stacked",
+    "timeline",
     "tree",
     "virtual_batches",
 ]

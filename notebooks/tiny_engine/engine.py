@@ -47,7 +47,8 @@ class Engine:
 
     `pages` of `page_size` tokens are all the memory there is. `count` tells what happened: steps, steps per
     forward mode, tokens computed, tokens served from shared pages, preemptions; with speculation also rounds
-    ("verify_steps", one a request) and the guesses that became part of a text ("accepted").
+    ("verify_steps", one a request) and the guesses that became part of a text ("accepted"). `graph_buckets`: batch
+    sizes for which a decode is captured and replayed; the largest must be able to hold `max_requests`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         share_prefixes: bool = True,
         stop_ids: tuple[int, ...] = (),
         speculation: Speculation | None = None,
+        graph_buckets: tuple[int, ...] = (),
     ):
         if min(pages, page_size, max_requests, token_budget) < 1:
             raise ValueError(f"{pages=}, {page_size=}, {max_requests=}, {token_budget=}: need at least 1 of each")
@@ -74,6 +76,8 @@ class Engine:
         sizes = {"pages": pages, "page_size": page_size}
         self.target = Runner(model, backend_factory, self.rows, **sizes)
         self.backend = self.target.backend
+        if graph_buckets:
+            self.target.capture(graph_buckets)
         self.speculator = speculation and Speculator(speculation, self.target, backend_factory, **sizes)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first

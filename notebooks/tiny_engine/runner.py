@@ -31,6 +31,17 @@ class Runner:
         sizes = {"page_size": page_size, "context_len": rows.context_len}
         self.config = BackendConfig(device="cpu", dtype=dtype, kv_cache_dtype=dtype, **sizes, **self.pools)
         self.backend = backend_factory(self.config)
+        self.graph = None
+
+    def capture(self, buckets: Sequence[int]) -> None:
+        """Capture decodes of up to so many requests, on a backend of fa_fast: replayed from then on."""
+        from fa_fast.graphs import GraphRunner
+
+        whole = torch.zeros(buckets[-1], dtype=torch.int64)
+        with torch.inference_mode():
+            self.graph = GraphRunner(
+                self.backend, self.forward, ForwardMode.DECODE, buckets, dict(ids=whole, positions=whole)
+            )
 
     def extend(self, mode: ForwardMode, spans: Sequence[Span]) -> Tensor:
         """Compute the tokens of each span that are not cached, all laid end to end: hidden states [tokens, width]."""
@@ -42,8 +53,11 @@ class Runner:
         extend |= dict(extend_prefix_lens=old_lens, extend_prefix_lens_cpu=old_lens.tolist())
         slots = self.rows.req_to_token[torch.tensor(rows).repeat_interleave(new_lens), positions]
         batch = self.batch(mode, rows, seq_lens, slots, **({} if mode.is_decode() else extend))
-        self.backend.init_forward_metadata(batch)
         ids = torch.tensor([token for _, tokens, cached in spans for token in tokens[cached:]])
+        if self.graph and mode.is_decode():
+            with torch.inference_mode():
+                return self.graph.run(batch, ids=ids, positions=positions).clone()  # the next replay overwrites it
+        self.backend.init_forward_metadata(batch)
         return self.forward(batch, ids, positions)
 
     def batch(self, mode: ForwardMode, rows: Sequence[int], seq_lens: Tensor, slots: Tensor, **more) -> ForwardBatch:

@@ -1,0 +1,418 @@
+"""Captured steps: one recording a bucket, replayed with other lengths, fewer rows and poisoned padding."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa_fast
+import fa_ref
+from fa_fast.graphs import GraphRunner, StaticBatch
+from fa_fast.recording import Recorder, copy_into
+from fa_ref import BadBatch, BadConfig, DraftInput, ForwardBatch, ForwardMode, LayerKind, VerifyInput
+from fa_ref.cases import Case, _custom_mask
+from tests.support import FP8, case_on
+
+REQUESTS, T, WIDTH = 6, 5, 3
+DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+TREES = [[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 3], [-1, 0, 0, 2, 2]]
+FORMS: dict[str, dict[str, Any]] = {
+    "decode": dict(mode=DECODE),
+    "draft-chain": dict(mode=DECODE, topk=1, num_steps=3, step=1),
+    "draft-branches": dict(mode=DECODE, topk=3, num_steps=2, step=1),
+    "verify-chain": dict(mode=VERIFY, draft_token_num=T),
+    "verify-tree": dict(mode=VERIFY, trees=TREES),
+    "draft-extend": dict(mode=EXTEND, new_lens=[WIDTH] * REQUESTS),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sliding": dict(kind=LayerKind.SLIDING, window=6),
+    "local": dict(kind=LayerKind.LOCAL, chunk=16),
+    "cross": dict(kind=LayerKind.CROSS, encoder_lens=(3, 0, 7, 16, 1, 9), encode=False),
+    "text-behind-encoder": dict(encoder_lens=(3, 0, 7, 16, 1, 9), encode=False),
+    "mla": dict(latent=32, rope=8),
+    "hybrid": dict(kind=LayerKind.SLIDING, window=6, hybrid=True),
+    "fp8": dict(kv_dtype=FP8, k_scale=0.5, v_scale=0.25, dtype=torch.bfloat16),
+    "deterministic": dict(deterministic=True),
+    "expand": dict(tree_attention="expand"),
+    "sinks-softcap": dict(sinks=True, softcap=8.0),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def problem(device: str, form: str, kind: str = "full", page_size: int = 4) -> Case:
+    """Six requests with rows for 40 cached tokens each; `at` cuts them to other lengths."""
+    settings = dict(page_size=page_size, prefix_lens=[40] * REQUESTS, heads=4, kv_heads=2, context_len=64)
+    case = case_on(device, **settings | FORMS[form] | KINDS[kind])
+    table = case.config.req_to_token_pool.req_to_token  # drafts of shorter requests come earlier: all columns are there
+    assert (table[case.batch.req_pool_indices, :40] > 0).all()
+    return case
+
+
+def at(case: Case, lens: list[int], order: list[int]) -> tuple[ForwardBatch, dict[str, Tensor]]:
+    """Requests `order` of a case with `lens` cached tokens, and new random inputs for them."""
+    batch, mode, info = case.batch, case.batch.forward_mode, case.batch.spec_info
+    device, count = batch.seq_lens.device, len(order)
+    pick = torch.tensor(order, device=device)
+    rows, length = batch.req_pool_indices[pick], torch.tensor(lens, device=device)
+    encoder = None if batch.encoder_lens is None else batch.encoder_lens[pick]
+    first = length if encoder is None else length + encoder
+    table = case.config.req_to_token_pool.req_to_token
+    new = {DECODE: 1, VERIFY: T, EXTEND: WIDTH}[mode]
+    tokens, past = count * new, length
+    if isinstance(info, DraftInput):
+        assert info.topk is not None and info.num_steps is not None
+        tokens = count * info.topk
+        if info.topk > 1:
+            loc = batch.out_cache_loc.view(REQUESTS, -1)[pick].flatten()
+        else:
+            columns = first[:, None] + torch.arange(info.num_steps, device=device)
+            loc = table[rows[:, None], columns].flatten().long()
+    else:
+        loc = table[rows[:, None], first[:, None] + torch.arange(new, device=device)].flatten().long()
+        past = length if mode is VERIFY else length + new
+    if isinstance(info, VerifyInput) and info.custom_mask is not None:
+        info = replace(info, custom_mask=_custom_mask([TREES[i] for i in order], lens).to(device))
+    smaller = replace(
+        batch, batch_size=count, req_pool_indices=rows, seq_lens=past, seq_lens_cpu=past.cpu(), out_cache_loc=loc,
+        spec_info=info, encoder_lens=encoder, encoder_lens_cpu=None,
+        extend_seq_lens=torch.full_like(length, new), extend_seq_lens_cpu=[new] * count,
+        extend_prefix_lens=length, extend_prefix_lens_cpu=lens,
+    )  # fmt: skip
+    keys = {} if case.k is None or case.k.shape[0] == 0 else dict(k=case.k, v=case.v)
+    inputs = {
+        name: torch.randn(tokens, value.shape[1], device=device).to(value.dtype)
+        for name, value in (dict(q=case.q) | keys).items()
+    }
+    return smaller, inputs
+
+
+def step_of(case: Case, backend: Any) -> Any:
+    def step(batch: ForwardBatch, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        if case.config.use_mla:
+            v = None
+        return backend.forward(q, k, v, case.layer, batch, sinks=case.sinks)
+
+    return step
+
+
+def runner_of(case: Case, buckets: tuple[int, ...] = (1, 2, 4, 6), rows_of: int = 0) -> GraphRunner:
+    """rows_of: requests that the inputs have rows for; 0: those of the largest bucket."""
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    count = rows_of or max(buckets, default=1)
+    _, inputs = at(case, [10] * count, list(range(count)))
+    return GraphRunner(
+        backend, step_of(case, backend), case.batch.forward_mode, buckets, inputs, spec_info=case.batch.spec_info,
+        draft_tokens=WIDTH if case.batch.forward_mode is EXTEND else 0,
+    )  # fmt: skip
+
+
+def eager(case: Case, batch: ForwardBatch, inputs: dict[str, Tensor]) -> Tensor:
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    backend.init_forward_metadata(batch)
+    return step_of(case, backend)(batch, **inputs)
+
+
+def same(case: Case, found: Tensor, right: Tensor) -> bool:
+    tolerance = 1e-5 if case.q.dtype == torch.float32 else 3e-2
+    return torch.allclose(found.float(), right.float(), rtol=tolerance, atol=tolerance)
+
+
+REPLAYS = [
+    ([20, 3, 33, 16, 1, 30], [0, 1, 2, 3, 4, 5]),  # full
+    ([5, 31, 17], [4, 2, 0]),  # fewer rows, in another order
+    ([9], [5]),
+    ([34, 34, 34, 34, 34, 34], [5, 4, 3, 2, 1, 0]),  # the longest that the rows hold
+    ([15, 16], [1, 3]),  # either side of a chunk
+    ([1, 2, 4, 8, 16], [0, 2, 4, 1, 3]),
+]
+
+
+@every_form
+@every_kind
+def test_a_replay_equals_the_eager_step(kind, form, device):
+    """Lengths, rows and their number change between replays of one capture."""
+    case = problem(device, form, kind)
+    runner = runner_of(case)
+    for lens, order in REPLAYS:
+        batch, inputs = at(case, lens, order)
+        found = runner.run(batch, **inputs).clone()
+        assert found.isfinite().all()
+        assert same(case, found, eager(case, batch, inputs)), (lens, order)
+
+
+@every_form
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_page_size_replays(page_size, form, device):
+    case = problem(device, form, page_size=page_size)
+    runner = runner_of(case, buckets=(6,))
+    for lens, order in REPLAYS:
+        batch, inputs = at(case, lens, order)
+        assert same(case, runner.run(batch, **inputs), eager(case, batch, inputs))
+
+
+@every_form
+def test_poisoned_padding_reaches_no_request_and_no_page(form, device):
+    """After a full replay of NaN, a smaller one is clean, and wrote the padding slot and its own slots alone."""
+    case = problem(device, form)
+    runner = runner_of(case)
+    batch, inputs = at(case, *REPLAYS[0])
+    runner.run(batch, **{name: torch.full_like(value, math.nan) for name, value in inputs.items()})
+    pool, fresh = (c.config.token_to_kv_pool for c in (case, problem(device, form)))
+    for buffer, other in zip([*pool.k_buffer, *pool.v_buffer], [*fresh.k_buffer, *fresh.v_buffer], strict=True):
+        buffer.copy_(other)
+    batch, inputs = at(case, *REPLAYS[5])  # five requests in the bucket of six
+    before = case.config.token_to_kv_pool.k_buffer[0].clone()
+    found = runner.run(batch, **inputs).clone()
+    assert found.isfinite().all()
+    after = case.config.token_to_kv_pool.k_buffer[0]
+    touched = torch.nonzero((before.view(torch.uint8) != after.view(torch.uint8)).flatten(1).any(dim=1)).flatten()
+    assert set(touched.tolist()) <= {0, *batch.out_cache_loc.tolist()}
+    assert same(case, found, eager(case, batch, inputs))
+
+
+@every_form
+def test_a_plan_made_outside_the_graph_is_noticed(form, device, monkeypatch):
+    """The comparison fails if the plan is not part of what is replayed: it keeps the lengths of the capture."""
+    case = problem(device, form)
+    planned: set[int] = set()
+
+    def once(self: Any, batch: Any) -> None:
+        if batch.batch_size not in planned:
+            planned.add(batch.batch_size)
+            plans[batch.batch_size] = self._plan_in_graph(batch)
+        self._take(plans[batch.batch_size])
+
+    plans: dict[int, Any] = {}
+    monkeypatch.setattr(fa_fast.FlashAttentionBackend, "init_forward_metadata_in_graph", once)
+    runner = runner_of(case, buckets=(6,))
+    batch, inputs = at(case, *REPLAYS[0])
+    assert not same(case, runner.run(batch, **inputs), eager(case, batch, inputs))
+
+
+def test_requests_come_and_go_between_buckets(device):
+    """Random batches, one after another: no drift from the eager step."""
+    case = problem(device, "decode", "sliding")
+    runner = runner_of(case)
+    gen = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        count = int(torch.randint(1, REQUESTS + 1, (1,), generator=gen))
+        order = torch.randperm(REQUESTS, generator=gen)[:count].tolist()
+        batch, inputs = at(case, torch.randint(0, 39, (count,), generator=gen).tolist(), order)
+        assert same(case, runner.run(batch, **inputs), eager(case, batch, inputs))
+
+
+# ---- several steps of a draft in one graph ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("kind", ["full", "sliding", "local", "mla"])
+def test_all_steps_of_a_draft_are_one_graph(kind, topk, device):
+    name = "draft-chain" if topk == 1 else "draft-branches"
+    case = problem(device, name, kind)
+    info = case.batch.spec_info
+    assert isinstance(info, DraftInput) and info.num_steps is not None
+    steps = info.num_steps
+    captured = fa_fast.FlashAttentionMultiStepBackend(case.config, topk=topk, speculative_num_steps=steps)
+    plain = fa_fast.FlashAttentionMultiStepBackend(case.config, topk=topk, speculative_num_steps=steps)
+
+    def steps_of(backend: Any) -> Any:
+        def run(batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            value = None if case.config.use_mla else v
+            return tuple(
+                one.forward(q + s, k - s, value, case.layer, batch) for s, one in enumerate(backend.attn_backends)
+            )
+
+        return run
+
+    _, inputs = at(case, [10] * REQUESTS, list(range(REQUESTS)))
+    runner = GraphRunner(captured, steps_of(captured), DECODE, (2, 6), inputs, spec_info=info)
+    for lens, order in REPLAYS:
+        batch, inputs = at(case, lens, order)
+        found = [one.clone() for one in runner.run(batch, **inputs)]
+        plain.init_forward_metadata(batch)
+        for one, right in zip(found, steps_of(plain)(batch, **inputs), strict=True):
+            assert same(case, one, right)
+
+
+# ---- a server that captures its layers itself -----------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.parametrize("kind", ["full", "sliding", "local", "mla", "text-behind-encoder"])
+def test_a_server_s_own_capture_and_replay(kind, form, device):
+    """The methods of a well-known backend: plan buffers outside the server's graph, at fixed addresses."""
+    case = problem(device, form, kind)
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS * T)
+    step = step_of(case, backend)
+    full, inputs = at(case, [10] * REQUESTS, list(range(REQUESTS)))
+    tokens = full.out_cache_loc.shape[0] if full.forward_mode is not DECODE else REQUESTS
+    backend.init_forward_metadata_capture_cuda_graph(
+        REQUESTS, tokens, full.req_pool_indices, full.seq_lens, full.encoder_lens, full.forward_mode, full.spec_info
+    )
+    addresses = [t.data_ptr() for t in tensors_of(backend.forward_metadata)]
+    static = replace(full, out_cache_loc=full.out_cache_loc.clone())
+    held = {name: value.clone() for name, value in inputs.items()}
+    recording = Recorder(case.config.device).record(lambda: step(static, **held))
+    for lens, order in (REPLAYS[0], REPLAYS[3]):
+        batch, inputs = at(case, lens, order)
+        backend.init_forward_metadata_replay_cuda_graph(
+            REQUESTS, batch.req_pool_indices, batch.seq_lens, None, batch.encoder_lens, batch.forward_mode,
+            batch.spec_info, None, batch.out_cache_loc,
+        )  # fmt: skip
+        assert [t.data_ptr() for t in tensors_of(backend.forward_metadata)] == addresses
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        for name, value in inputs.items():
+            held[name].copy_(value)
+        recording.replay()
+        assert same(case, recording.result, eager(case, batch, inputs))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a plan."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for one in value.values() for t in tensors_of(one)]
+    if isinstance(value, tuple | list):
+        return [t for one in value for t in tensors_of(one)]
+    return (
+        [t for one in vars(value).values() for t in tensors_of(one)] if hasattr(value, "__dataclass_fields__") else []
+    )
+
+
+def test_the_steps_of_a_draft_replay_for_a_server():
+    case = problem("cpu", "draft-branches")
+    backend = fa_fast.FlashAttentionMultiStepBackend(case.config, topk=3, speculative_num_steps=2)
+    full, _ = at(case, [10] * REQUESTS, list(range(REQUESTS)))
+    with pytest.raises(BadBatch, match="init_cuda_graph_state"):
+        backend.init_forward_metadata_capture_cuda_graph(full)
+    backend.init_cuda_graph_state(REQUESTS)
+    backend.init_forward_metadata_capture_cuda_graph(full)
+    batch, inputs = at(case, *REPLAYS[0])
+    backend.init_forward_metadata_replay_cuda_graph(batch, REQUESTS)
+    right = fa_fast.FlashAttentionMultiStepBackend(case.config, topk=3, speculative_num_steps=2)
+    right.init_forward_metadata(batch)
+    for one, other in zip(backend.attn_backends, right.attn_backends, strict=True):
+        found = one.forward(**inputs, layer=case.layer, forward_batch=batch)
+        assert same(case, found, other.forward(**inputs, layer=case.layer, forward_batch=batch))
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_captured_is_refused_and_nothing_runs():
+    case = problem("cpu", "decode")
+    runner = runner_of(case, buckets=(1, 2))
+    batch, inputs = at(case, *REPLAYS[1])
+    before = case.config.token_to_kv_pool.k_buffer[0].view(torch.uint8).clone()
+    small, one = at(case, *REPLAYS[2])
+    for wrong, given, says in (
+        (batch, inputs, "buckets of"),
+        (replace(small, forward_mode=VERIFY, spec_info=VerifyInput(draft_token_num=1)), one, "captured is DECODE"),
+        (replace(small, spec_info=DraftInput(topk=1, num_steps=1)), one, "captured is DECODE"),
+        (small, dict(q=one["q"]), "captured with"),
+        (small, one | dict(q=inputs["q"]), "must be"),
+        (small, one | dict(q=one["q"].double()), "must be"),
+        (replace(small, batch_size=0), one, "without requests"),
+        (replace(small, out_cache_loc=torch.tensor([10**6])), one, "slots span"),
+    ):
+        with pytest.raises(fa_ref.FaError, match=says):
+            runner.run(wrong, **given)
+    assert torch.equal(case.config.token_to_kv_pool.k_buffer[0].view(torch.uint8), before)
+    assert same(case, runner.run(small, **one), eager(case, small, one))  # a failed call leaves the runner usable
+
+
+def test_buckets_and_modes_that_cannot_be_captured_are_refused():
+    case = problem("cpu", "decode")
+    for buckets in ((), (2, 1), (0, 1), (1, 1)):
+        with pytest.raises(BadConfig, match="rising batch sizes"):
+            runner_of(case, buckets)
+    with pytest.raises(BadConfig, match="cannot share their rows"):
+        runner_of(case, (4,), rows_of=6)
+    for mode, info in ((ForwardMode.EXTEND, None), (ForwardMode.MIXED, None), (EXTEND, None), (VERIFY, None)):
+        with pytest.raises(BadConfig, match=f"no graph of {mode.name}"):
+            StaticBatch(case.config, mode, 2, info)
+
+
+def test_a_ragged_draft_extend_is_refused():
+    case = problem("cpu", "draft-extend")
+    runner = runner_of(case)
+    batch, inputs = at(case, *REPLAYS[4])
+    ragged = replace(
+        batch, extend_seq_lens=torch.tensor([2, 4]), extend_seq_lens_cpu=[2, 4], extend_prefix_lens=None,
+        extend_prefix_lens_cpu=None,
+    )  # fmt: skip
+    with pytest.raises(BadBatch, match="in every request"):
+        runner.run(ragged, **inputs)
+
+
+def test_a_size_that_was_not_captured_is_refused():
+    case = problem("cpu", "decode")
+    backend = fa_fast.FlashAttentionBackend(case.config)
+    batch, _ = at(case, *REPLAYS[2])
+    arguments = (1, batch.req_pool_indices, batch.seq_lens, None, None, DECODE, None)
+    with pytest.raises(BadBatch, match="init_cuda_graph_state"):
+        backend.init_forward_metadata_replay_cuda_graph(*arguments)
+    backend.init_cuda_graph_state(4)
+    with pytest.raises(BadBatch, match="no captured plan of DECODE for 1 requests"):
+        backend.init_forward_metadata_replay_cuda_graph(*arguments)
+    with pytest.raises(BadBatch, match="called for 4"):
+        backend.init_forward_metadata_capture_cuda_graph(
+            5, 5, batch.req_pool_indices, batch.seq_lens, None, DECODE, None
+        )
+
+
+def test_the_reference_captures_nothing():
+    backend = fa_ref.FlashAttentionBackend(problem("cpu", "decode").config)
+    with pytest.raises(fa_ref.UnsupportedByProvider, match="the reference captures no graphs"):
+        backend.init_cuda_graph_state(4)
+
+
+def test_a_cpu_replay_writes_where_the_first_result_lies():
+    source = torch.ones(2)
+    recording = Recorder("cpu").record(lambda: (source * 2, dict(a=source + 1)))
+    address = recording.result[0].data_ptr()
+    source.fill_(5)
+    assert recording.result[0].tolist() == [2, 2]
+    recording.replay()
+    assert recording.result[0].tolist() == [10, 10] and recording.result[1]["a"].tolist() == [6, 6]
+    assert recording.result[0].data_ptr() == address
+    with pytest.raises(ValueError, match="zip"):
+        copy_into([torch.zeros(1)], [])
+
+
+@pytest.mark.gpu
+def test_a_recording_keeps_what_its_work_refers_to():
+    def recorded() -> Any:
+        table = torch.arange(1 << 20, device="cuda")
+        return Recorder("cuda").record(lambda: table * 2)
+
+    recording = recorded()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.zeros(1 << 20, dtype=torch.int64, device="cuda").sum() == 0  # would take the table's memory
+    recording.replay()
+    assert torch.equal(recording.result, torch.arange(1 << 20, device="cuda") * 2)
+
+
+@pytest.mark.gpu
+def test_a_replay_launches_one_graph_and_never_waits():
+    case = problem("cuda", "decode")
+    runner = runner_of(case)
+    batch, inputs = at(case, *REPLAYS[1])
+    runner.run(batch, **inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.run(batch, **inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
