@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.checks import check_layer_pool
-from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig
 from fa_ref.api.layer import AttentionLayer, layer_kind
 from fa_ref.api.mla import MLAProjections, check_absorbed, check_mha_kind, model_inputs
@@ -48,10 +47,6 @@ def mla_call(
     or one the batch cannot run; BadConfig for a layer without latents; UnsupportedByProvider for a layer with a window
     or a chunk in the MHA form.
     """
-    if form not in FORMS or type(workspace_tokens) is not int or workspace_tokens < 1:
-        raise BadBatch(
-            f"form {form!r}, workspace_tokens {workspace_tokens!r}; supported: {', '.join(FORMS)}, an int of at least 1"
-        )
     config = getattr(backend, "config", None)
     if config is None or not config.use_mla:
         raise BadConfig(
@@ -68,36 +63,38 @@ def mla_call(
     for name, value in dict(q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope).items():
         if value is None:
             raise BadBatch(f"layer {layer.layer_id}: {name} is None; it must be a tensor")
-    form = _form(form, plan, batch, layer, projections, workspace_tokens, config)
+    full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
+    form = mla_form("absorbed" if form == "auto" and not full else form, batch, layer, projections, workspace_tokens)
+    if form != "absorbed":
+        check_mha_kind(layer, config)
+        _check_lengths(batch, plan)
     inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
     return MLACall(form, batch, layer, inputs)
 
 
-def _form(
-    form: str,
-    plan: AttentionPlan,
-    batch: ForwardBatch,
-    layer: AttentionLayer,
-    projections: MLAProjections,
-    workspace_tokens: int,
-    config: BackendConfig,
+def mla_form(
+    form: str, batch: ForwardBatch, layer: AttentionLayer, projections: MLAProjections, workspace_tokens: int
 ) -> str:
+    """One of "absorbed", "chunked", "one_shot". Raises BadBatch for an unknown name or a form the batch cannot run."""
+    if form not in FORMS or type(workspace_tokens) is not int or workspace_tokens < 1:
+        raise BadBatch(
+            f"form {form!r}, workspace_tokens {workspace_tokens!r}; supported: {', '.join(FORMS)}, an int of at least 1"
+        )
     mode = batch.forward_mode
     extends = mode.is_extend_or_draft_extend_or_mixed() and not mode.is_draft_extend()
     missing = [name for name in NEEDED if getattr(batch, name) is None]
-    full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
-    if form == "absorbed" or (form == "auto" and not (extends and not missing and full)):
+    if form == "absorbed" or (form == "auto" and (not extends or missing)):
         return "absorbed"
     if not extends or missing:
         raise BadBatch(
             f"form {form!r} in {mode.name}{' without ' if missing else ''}{', '.join(missing)}; the MHA form is for "
             f"EXTEND, MIXED and SPLIT_PREFILL, and needs {', '.join(NEEDED)}: use 'absorbed' or 'auto'"
         )
-    check_mha_kind(layer, config)
-    new, cached = _lengths(batch, plan)
+    cached = prefix_lens(batch)
     if form != "auto":
         return form
     heads, nope, latent = projections.w_uk.shape
+    new = [int(n) for n in batch.extend_seq_lens_cpu or ()]
     costs = mla_costs(
         new,
         cached,
@@ -113,21 +110,22 @@ def _form(
     return "one_shot" if any(cached) and sum(new) + sum(cached) <= workspace_tokens else "chunked"
 
 
-def _lengths(batch: ForwardBatch, plan: AttentionPlan) -> tuple[list[int], list[int]]:
-    """New and cached tokens of each request. Raises BadBatch if they are not those that were planned."""
+def prefix_lens(batch: ForwardBatch) -> list[int]:
+    """Cached tokens of each request, from the host copies of the other lengths; BadBatch if these contradict."""
+    total, new = (host_lengths(name, getattr(batch, name)) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
+    if len(total) != len(new) or any(n > whole for n, whole in zip(new, total, strict=True)):
+        raise BadBatch(
+            f"extend_seq_lens_cpu is {new}, seq_lens_cpu {total}; of each request one, and no more new tokens than all"
+        )
+    return [whole - n for n, whole in zip(new, total, strict=True)]
+
+
+def _check_lengths(batch: ForwardBatch, plan: AttentionPlan) -> None:
+    """Raise BadBatch unless the host lengths, which chunks are cut by, are those that were planned."""
     total, new = (host_lengths(name, getattr(batch, name)) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
     keys = None if plan.given is None else plan.given.keys
-    counts = (len(total), len(new), sum(new), sum(total))
-    planned = (batch.batch_size, batch.batch_size, plan.num_tokens, sum(total) if keys is None else keys)
-    if counts != planned or any(n > whole for n, whole in zip(new, total, strict=True)):
+    if len(total) != batch.batch_size or sum(new) != plan.num_tokens or keys not in (None, sum(total)):
         raise BadBatch(
-            f"seq_lens_cpu {total} and extend_seq_lens_cpu {new} are not of the planned batch of {plan.num_tokens} new "
-            f"tokens and {keys} keys; call init_forward_metadata with every new batch"
+            f"seq_lens_cpu {total} and extend_seq_lens_cpu {new} are not of the planned batch of {batch.batch_size} "
+            f"requests, {plan.num_tokens} new tokens and {keys} keys; call init_forward_metadata with every new batch"
         )
-    return new, [whole - n for n, whole in zip(new, total, strict=True)]
-
-
-def prefix_lens(batch: ForwardBatch) -> list[int]:
-    """Cached tokens of each request, from the host copies of the other lengths."""
-    assert batch.seq_lens_cpu is not None and batch.extend_seq_lens_cpu is not None
-    return [int(n) - int(new) for n, new in zip(batch.seq_lens_cpu, batch.extend_seq_lens_cpu, strict=True)]
