@@ -176,8 +176,9 @@ class FlashAttentionBackend:
         mha_return_lse the result is a state for merge_state, (out [tokens, heads, v_head_dim], lse (tokens, heads)).
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
-        check_planned(plan, batch)
+        check_planned(plan, batch, self.config)
         if is_mha_form(batch, plan):
+            refuse_rope(q_rope, k_rope)
             return self._given(q, k, v, AttentionLayer.of(layer), batch, sinks, save_kv_cache)
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         server_layer = layer
@@ -201,12 +202,12 @@ class FlashAttentionBackend:
         if on.k is not None and on.v is not None and save_kv_cache and on.k.shape[0]:
             if geometry.kind is LayerKind.CROSS:
                 check_encoder_writes(batch, self.config)
-            loc = slots_to_write(batch, self.speculative_step_id, plan.num_tokens, geometry.kind)
+            loc = slots_to_write(batch, self.config, self.speculative_step_id, plan.num_tokens, geometry.kind)
             write_kv(pool, server_layer, loc, on.k, on.v)
         if on.q.shape[0] == 0 or not passes:
             return q.new_zeros(on.q.shape[0], geometry.heads * geometry.v_head_dim)
         out = self._run(passes, on)
-        return out.reshape(out.shape[0], -1)
+        return out.flatten(1)
 
     def forward_decode(
         self,
@@ -327,7 +328,10 @@ class FlashAttentionBackend:
     def _layer(self, layer: Any, pool: Any, sinks: Tensor | None) -> tuple[AttentionLayer, _Geometry]:
         """The layer with its geometry, checked against pool and provider the first time these values are seen."""
         key = (id(pool), sinks is not None, *[getattr(layer, name, None) for name in _LAYER_FIELDS])
-        known = self._layers.get(key)
+        try:
+            known = self._layers.get(key)
+        except TypeError:
+            known = None  # a field that has no hash is none of a layer's: AttentionLayer.of says which
         if known is not None and known[0] is pool:
             return known[1:]
         layer = AttentionLayer.of(layer)
@@ -383,7 +387,7 @@ class FlashAttentionBackend:
         result = self.kernels.flash_attn_varlen_func(
             **call, num_splits=self._num_splits, return_softmax_lse=batch.mha_return_lse
         )
-        return result if batch.mha_return_lse else result.reshape(result.shape[0], -1)
+        return result if batch.mha_return_lse else result.flatten(1)
 
     def _run(self, passes: tuple[Any, ...], on: _Operands) -> Tensor:
         """The passes of a plan either cover all query rows and merge, or split the rows among them."""

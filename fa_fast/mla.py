@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fa_fast.write import write_kv
 from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
-from fa_ref.api.checks import check_layer_pool, req_to_token
-from fa_ref.api.mla import model_inputs
-from fa_ref.api.mla_form import mla_form, prefix_lens
+from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.checks import req_to_token
+from fa_ref.api.mla_form import mla_call, prefix_lens
 from fa_ref.api.pools import FP8, head_scale
 
 
@@ -41,10 +41,12 @@ def mla_attention(
     form cannot run, and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Only
     the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
-    tokens, config = backend.forward_metadata.num_tokens, backend.config
-    form = mla_form(form, batch, layer, projections, workspace_tokens)
-    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    server_layer = layer
+    form, batch, layer, inputs = mla_call(
+        backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
+    )
     q_nope, q_rope, latent, k_rope = inputs
+    config = backend.config
     if form == "absorbed":
         query = torch.bmm(q_nope.transpose(0, 1), projections.w_uk).transpose(0, 1)
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -53,8 +55,7 @@ def mla_attention(
 
     mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    check_layer_pool(layer, config, pool)
-    write_kv(pool, layer, batch.out_cache_loc, latent[:, None], k_rope[:, None])
+    write_kv(pool, server_layer, slots_to_write(batch, config, 0, latent.shape[0]), latent[:, None], k_rope[:, None])
     query = torch.cat([q_nope, q_rope], dim=-1)
 
     def attend(keys: Tensor, values: Tensor, to: ForwardBatch) -> Any:
@@ -83,7 +84,7 @@ def _expand(latent: Tensor, rope: Tensor, projections: MLAProjections) -> tuple[
     keys = latent.new_empty(latent.shape[0], heads, nope + rope.shape[1])
     keys[..., :nope] = F.linear(latent, projections.w_uk.flatten(0, 1)).view(-1, heads, nope)
     keys[..., nope:] = rope[:, None]
-    values = F.linear(latent, projections.w_uv.flatten(0, 1)).view(latent.shape[0], heads, -1)
+    values = F.linear(latent, projections.w_uv.flatten(0, 1)).view(-1, heads, projections.w_uv.shape[1])
     return keys, values
 
 

@@ -313,7 +313,7 @@ def compact_kv(
     >>> pool.k_buffer[0][:, 0, 0].tolist()
     [0.0, 1.0, 2.0, 7.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     """
-    check_compaction(req_pool_indices, seq_lens, accepted)
+    check_compaction(req_to_token, req_pool_indices, seq_lens, accepted)
     if device_checks_enabled():
         check_columns(req_to_token, seq_lens, accepted)
     place = torch.arange(accepted.path.shape[1], device=seq_lens.device)

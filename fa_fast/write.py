@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fa_ref.api import BadBatch, MHAKVPool, MLAKVPool, SWAKVPool
+from fa_ref.api import MHAKVPool, MLAKVPool, SWAKVPool
 from fa_ref.api.checks import check_loc
 from fa_ref.api.pools import FP8, head_scale
 
 
-def write_kv(pool: Any, layer: Any, loc: Tensor | None, k: Tensor, v: Tensor) -> None:
+def write_kv(pool: Any, layer: Any, loc: Tensor, k: Tensor, v: Tensor) -> None:
     """k [tokens, kv_heads, dim], v [tokens, kv_heads, v_dim] to slots `loc` of the full pool. Inputs stay as they are.
 
     To a pool of latents: k [tokens, 1, latent] and v [tokens, 1, rope], side by side in one row.
@@ -20,8 +20,6 @@ def write_kv(pool: Any, layer: Any, loc: Tensor | None, k: Tensor, v: Tensor) ->
     """
     if k.shape[0] == 0:
         return
-    if loc is None:
-        raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
     k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
     check_loc(loc, k.shape[0])
     if not (k.is_cuda and isinstance(pool, MHAKVPool | SWAKVPool | MLAKVPool)):

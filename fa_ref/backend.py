@@ -130,9 +130,10 @@ class FlashAttentionBackend:
         mha_return_lse the result is a state for merge_state, (out [tokens, heads, v_head_dim], lse (tokens, heads)).
         """
         plan, batch = self.forward_metadata, self._batch(forward_batch)
-        check_planned(plan, batch)
+        check_planned(plan, batch, self.config)
         server_layer, layer = layer, AttentionLayer.of(layer)
         if is_mha_form(batch, plan):
+            refuse_rope(q_rope, k_rope)
             return self._run_given(q, k, v, layer, batch, sinks, save_kv_cache)
         if self.config.use_mla:
             layer = latent_layer(layer)
@@ -260,9 +261,7 @@ class FlashAttentionBackend:
             return
         if kind is LayerKind.CROSS:
             check_encoder_writes(batch, self.config)
-        loc = slots_to_write(batch, self.speculative_step_id, self.forward_metadata.num_tokens, kind)
-        if loc is None:
-            raise BadBatch("out_cache_loc is None, so new keys have no slots; pass it, or save_kv_cache=False")
+        loc = slots_to_write(batch, self.config, self.speculative_step_id, self.forward_metadata.num_tokens, kind)
         pool, sizes = batch.token_to_kv_pool or self.config.token_to_kv_pool, AttentionLayer.of(layer)
         if self.config.use_mla:
             pool.set_mla_kv_buffer(layer, loc.long(), k, v)
@@ -333,7 +332,7 @@ class FlashAttentionBackend:
         pool = batch.token_to_kv_pool or self.config.token_to_kv_pool
         keys, values = pool.get_kv_buffer(layer.layer_id)
         k_scale, v_scale = (head_scale(getattr(layer, name, None), q.device) for name in ("k_scale", "v_scale"))
-        by_request = rearrange(q.float(), "(r q) h d -> r q h d", q=step.mask.shape[1])
+        by_request = rearrange(wide(q), "(r q) h d -> r q h d", q=step.mask.shape[1])
         states = [
             attention(
                 queries,

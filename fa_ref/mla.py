@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
-from fa_ref.api.checks import check_layer_pool, req_to_token
-from fa_ref.api.mla import model_inputs
-from fa_ref.api.mla_form import mla_form, prefix_lens
+from fa_ref.api.bounds import slots_to_write
+from fa_ref.api.checks import req_to_token
+from fa_ref.api.mla_form import mla_call, prefix_lens
 from fa_ref.api.pools import FP8, head_scale
 from fa_ref.kernels import merge_state
 
@@ -47,10 +47,12 @@ def mla_attention(
     operations and bytes. Only extend modes have the MHA form. Raises BadBatch where a form cannot run,
     and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Nothing is written then.
     """
-    tokens, config = backend.forward_metadata.num_tokens, backend.config
-    form = mla_form(form, batch, layer, projections, workspace_tokens)
-    inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, tokens, config)
+    server_layer = layer
+    form, batch, layer, inputs = mla_call(
+        backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
+    )
     q_nope, q_rope, latent, k_rope = inputs
+    config = backend.config
     if form == "absorbed":
         query = einsum(q_nope, projections.w_uk, "t h nope, h nope latent -> t h latent")
         out = backend.forward(query, latent, None, layer, batch, q_rope=q_rope, k_rope=k_rope)
@@ -60,10 +62,8 @@ def mla_attention(
 
     mha_layer = projections.mha_layer(layer)
     pool = batch.token_to_kv_pool or config.token_to_kv_pool
-    check_layer_pool(layer, config, pool)
-    assert batch.out_cache_loc is not None  # mla_form refuses it
-    rows = [rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)]
-    pool.set_mla_kv_buffer(layer, batch.out_cache_loc.long(), *rows)
+    loc = slots_to_write(batch, config, 0, latent.shape[0])
+    pool.set_mla_kv_buffer(server_layer, loc.long(), *(rearrange(part, "t d -> t 1 d") for part in (latent, k_rope)))
     query = torch.cat([q_nope, q_rope], dim=-1)
 
     def attend(keys: Tensor, values: Tensor, to: ForwardBatch) -> Any:

@@ -28,9 +28,9 @@ def judge(
     (`fa_ref.oracle.masked_attention(..., compute_dtype=q.dtype)`). The floor is two units in the last place of
     `dtype` (default: result's) at the oracle's largest value. A NaN anywhere in result is an infinite error.
 
-    merged_lse: the oracle's LSE, if result is two states merged, which the plain run is not. With u = eps / 2 of the
-    states' dtype (fp32 or wider), a merge rounds each part's out (u) and its product with the weight (u). A weight
-    exp(part - lse) is off by what both logarithms were rounded by: |lse| u each. Together (1 + |lse|) eps of the
+    merged_lse: the oracle's LSE, if result is two states merged, which the plain run is not. With u = eps / 2 of fp32,
+    an LSE's dtype whatever the states', a merge rounds each part's out (u) and its product with the weight (u). A
+    weight exp(part - lse) is off by what both logarithms were rounded by: |lse| u each. Together (1 + |lse|) eps of the
     oracle's largest value. Beside a floor in bf16 that is nothing; beside one in fp32 it is the larger part.
 
     >>> oracle = torch.tensor([1.0, 2.0])
@@ -44,7 +44,6 @@ def judge(
     plain_error = (plain.to(wide) - oracle.to(wide)).abs().max().item()
     floor = 2 * torch.finfo(dtype or result.dtype).eps * max(1e-3, oracle.to(wide).abs().max().item())
     if merged_lse is not None:
-        eps = torch.finfo(torch.promote_types(dtype or result.dtype, torch.float32)).eps
         largest = merged_lse[merged_lse.isfinite()].abs().max().item() if merged_lse.isfinite().any() else 0.0
-        floor += (1 + largest) * eps * oracle.to(wide).abs().max().item()
+        floor += (1 + largest) * torch.finfo(torch.float32).eps * oracle.to(wide).abs().max().item()
     return Verdict(error if error == error else float("inf"), 2 * plain_error + floor)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,16 @@ BAD_BATCHES: dict[str, Bad] = {
         f"{name}-one-entry-less": Bad(change=field(name, without_last), error=BadBatch, says=rf"{name}.*2.*3")
         for name in (*INDEX, "seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")
     },
+    **{
+        f"{name}-{how}": Bad(
+            change=field(name, lambda x, bad=bad: bad), error=BadBatch, says=f"{name} is .*must be a list or an integer"
+        )
+        for name in ("extend_seq_lens_cpu", "extend_prefix_lens_cpu")
+        for how, bad in (("a-number", 3), ("of-nones", [None] * 3), ("text", "xyz"), ("of-floats", [5.0, 4.0, 1.0]))
+    },
+    "a-batch-size-that-is-no-number": Bad(
+        change=field("batch_size", str), error=BadBatch, says="batch_size is '3'; it must be an int"
+    ),
     "out_cache_loc-one-slot-less": Bad(
         change=field("out_cache_loc", without_last),
         error=BadBatch,
@@ -472,12 +483,38 @@ def layer_with(**changes: Any) -> AttentionLayer:
         (dict(tp_k_head_num=3), "layer 7: 4 query heads over 3 key heads"),
         (dict(tp_k_head_num=0), "layer 7: 4 query heads over 0 key heads"),
         (dict(tp_v_head_num=1), "layer 7: 2 key heads but 1 value heads"),
+        (dict(tp_q_head_num=0), "layer 7: tp_q_head_num is 0; it must be at least 1"),
+        (dict(head_dim=-3), "layer 7: head_dim is -3"),
     ],
-    ids=["window-on-cross-attention", "heads-do-not-divide", "no-key-heads", "fewer-value-heads"],
+    ids=["window-on-cross-attention", "heads-do-not-divide", "no-key-heads", "fewer-value-heads", "no-heads", "dim-3"],
 )
 def test_a_layer_that_contradicts_itself_is_refused(changes, says):
     with pytest.raises(BadConfig, match=says):
         layer_with(**changes)
+
+
+class ServerLayer(SimpleNamespace):
+    """A layer object of a server's own: it checks nothing."""
+
+
+@every_route
+@pytest.mark.parametrize("bad", ["x", [1], (1,), {}], ids=["text", "list", "tuple", "dict"])
+@pytest.mark.parametrize("name", [f.name for f in fields(AttentionLayer)])
+def test_a_server_s_layer_with_a_field_of_another_type_is_refused_by_name(name, bad, route):
+    case = good()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    backend.init_forward_metadata(case.batch)
+    before = cache_bytes(case)
+    layer = ServerLayer(**vars(case.layer) | {name: bad})
+    with pytest.raises(BadConfig, match=rf"{name} is {re.escape(repr(bad))}; it must be"):
+        backend.forward(case.q, case.k, case.v, layer, case.batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache_bytes(case), strict=True)), "written before refused"
+
+
+def test_a_host_copy_of_lengths_that_holds_none_is_refused_where_it_is_given():
+    with pytest.raises(BadBatch, match=r"seq_lens_cpu is \[None, 1, 2\]; it must be a list or an integer tensor"):
+        replace(good().batch, seq_lens_cpu=[None, 1, 2])
 
 
 def test_a_layer_with_both_a_window_and_chunks_is_refused():

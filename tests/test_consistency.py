@@ -32,8 +32,9 @@ from fa_ref import (
     UnsupportedByProvider,
 )
 from fa_ref.api import checks
+from fa_ref.api.checks import kv_slots
 from fa_ref.cases import Case, make_case
-from tests.support import ROUTES, both_packages, cache_bytes, every_route, with_batch, with_layer
+from tests.support import ROUTES, both_packages, cache_bytes, every_route, run, with_batch, with_layer
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 FULL, SLIDING = LayerKind.FULL, LayerKind.SLIDING
@@ -537,6 +538,25 @@ def test_writing_keys_that_need_gradients_leaves_the_pool_without_any():
         k = torch.ones(1, 1, 8, requires_grad=True)
         pool.set_kv_buffer(layer, torch.tensor([4]), k, k)
         assert not any(buffer.requires_grad for buffer in pool.get_kv_buffer(0))
+
+
+@every_route
+@pytest.mark.parametrize("mode", [EXTEND, DECODE])
+@pytest.mark.parametrize("shared", [0, 4])
+def test_a_model_of_window_layers_alone_has_a_full_pool_of_no_layers(shared, mode, route, monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    case = make_case(mode, kind=LayerKind.SLIDING, hybrid=True, prefix_lens=(5, 4, 9), shared_prefix=shared)
+    old = case.config.token_to_kv_pool
+    geometry = dict(size=old.size, page_size=4, dtype=torch.float32, head_num=1, head_dim=16)
+    pool = SWAKVPool(
+        full_pool=MHAKVPool(layer_num=0, **geometry), swa_pool=old.swa_kv_pool, full_layer_ids=[], swa_layer_ids=[0]
+    )
+    pool.full_to_swa_index_mapping.copy_(old.full_to_swa_index_mapping)
+    case = case.replace_config(token_to_kv_pool=pool)
+    assert kv_slots(pool) == kv_slots(old)
+    assert case.judge(run(case, route)).ok
+    with pytest.raises(BadPageTable, match=f"the pool holds 0..{kv_slots(pool) - 1}"):
+        run(with_batch(case, out_cache_loc=case.batch.out_cache_loc + 4096), route)
 
 
 # ---- reports ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fa_fast.kernels import torch_cpu
 from fa_ref import (
     BackendConfig,
     BadBatch,
+    BadConfig,
     BadPageTable,
     FaError,
     ForwardBatch,
@@ -463,6 +464,15 @@ BAD: dict[str, tuple[Any, type[FaError], str]] = {
     "other-device": (batch(encoder_lens=torch.tensor(RAGGED, device="meta")), BadBatch, "encoder_lens is on meta"),
     "host-too-short": (batch(encoder_lens_cpu=[3, 0]), BadBatch, "encoder_lens_cpu has 2 entries for 3"),
     "host-negative": (batch(encoder_lens_cpu=[3, -1, 7]), BadBatch, "request 1 has encoder_lens -1"),
+    "host-a-number": (batch(encoder_lens_cpu=3), BadBatch, "encoder_lens_cpu is 3; it must be a list or"),
+    "host-of-nones": (batch(encoder_lens_cpu=[None] * 3), BadBatch, r"encoder_lens_cpu is \[None"),
+    "host-text": (batch(encoder_lens_cpu="307"), BadBatch, "encoder_lens_cpu is '307'"),
+    "host-2d": (batch(encoder_lens_cpu=torch.tensor([RAGGED])), BadBatch, "encoder_lens_cpu is tensor"),
+    "host-float": (batch(encoder_lens_cpu=[3.5, 0, 7]), BadBatch, "encoder_lens_cpu is"),
+    "host-meta": (batch(encoder_lens_cpu=torch.zeros(3, device="meta").long()), BadBatch, "encoder_lens_cpu is tensor"),
+    "rows-a-number": (batch(req_to_token_pool=3), BadBatch, "req_to_token_pool is 3 without a tensor req_to_token"),
+    "rows-a-list": (batch(req_to_token_pool=SimpleNamespace(req_to_token=[[1]])), BadBatch, "without a tensor req_to"),
+    "pool-a-number": (batch(token_to_kv_pool=3), BadConfig, "token_to_kv_pool 3 has no get_kv_buffer"),
     "host-too-long": (batch(encoder_lens_cpu=[3, 90, 7]), BadPageTable, "request 1 has 90 encoder keys and 4 of text"),
     "negative": (batch(encoder_lens=torch.tensor([3, -1, 7])), BadBatch, "request 1 has encoder_lens -1"),
     "too-long": (batch(encoder_lens=torch.tensor([3, 0, 8])), BadPageTable, "request 2 has 8 encoder keys and 7 of te"),
@@ -505,6 +515,36 @@ def test_a_bad_batch_is_refused_before_anything_is_written(name, route, monkeypa
     change, error, says = BAD[name]
     case = problem()
     check_refused(case, change(case), route, error, says)
+
+
+SINCE_PLANNED: dict[str, tuple[dict[str, Any], type[FaError], str]] = {
+    "loc-a-list": (dict(encoder_out_cache_loc=[4]), BadBatch, r"encoder_out_cache_loc is \[4\]"),
+    "loc-a-number": (dict(encoder_out_cache_loc=3), BadBatch, "encoder_out_cache_loc is 3"),
+    "loc-float": (dict(encoder_out_cache_loc=torch.zeros(10)), BadBatch, "encoder_out_cache_loc is torch.float32"),
+    "loc-2d": (dict(encoder_out_cache_loc=torch.ones(10, 1).long()), BadBatch, r"of shape \(10, 1\)"),
+    "loc-outside": (dict(encoder_out_cache_loc=torch.full((10,), 9999)), BadPageTable, "slots span 9999"),
+    "loc-negative": (dict(encoder_out_cache_loc=torch.full((10,), -1)), BadPageTable, "slots span -1"),
+    "other-encoders": (dict(encoder_lens=torch.tensor([3, 0, 6])), BadBatch, r"encoder_lens is \[3, 0, 6\]"),
+    "no-encoders": (dict(encoder_lens=None), BadBatch, "encoder_lens is None, the planned batch"),
+    "other-rows": (dict(req_pool_indices=torch.tensor([1, 2, 99])), BadBatch, r"req_pool_indices is \[1, 2, 99\]"),
+    "other-new-tokens": (dict(extend_seq_lens=torch.tensor([4, 4, 2])), BadBatch, r"extend_seq_lens is \[4, 4, 2\]"),
+}
+
+
+@every_route
+@pytest.mark.parametrize("name", SINCE_PLANNED)
+def test_what_changed_since_the_plan_is_refused_before_anything_is_written(name, route, monkeypatch):
+    monkeypatch.delenv("FA_CHECK", raising=False)
+    changes, error, says = SINCE_PLANNED[name]
+    case = problem()
+    package, provider = ROUTES[route]
+    backend = package.FlashAttentionBackend(case.config, provider=provider)
+    backend.init_forward_metadata(case.batch)
+    before = cache_bytes(case)
+    with pytest.raises(error, match=says):
+        backend.forward(case.q, case.k, case.v, case.layer, replace(case.batch, **changes))
+    assert all(torch.equal(a, b) for a, b in zip(before, cache_bytes(case), strict=True))
+    assert case.judge(backend.forward(case.q, case.k, case.v, case.layer, case.batch)).ok
 
 
 @every_route

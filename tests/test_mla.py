@@ -64,6 +64,11 @@ def test_masks_passes_and_fast_agree_on_latents(mode, page_size, device):
     )
 
 
+@pytest.mark.parametrize("mode", ["draft-decode-branches", "verify-tree", "verify-tree-expand"])
+def test_drafts_agree_in_fp64_where_they_are_merged_by_an_fp32_lse(mode):
+    assert agrees(mla_case(dtype=torch.float64, softcap=5.0, **MODES[mode]))
+
+
 @every_mode
 def test_the_two_packages_plan_latents_alike(mode):
     case = mla_case(page_size=3, **MODES[mode])

@@ -30,6 +30,7 @@ from fa_ref import (
     ForwardMode,
     MHAKVPool,
     MLAKVPool,
+    ReqToTokenPool,
     SWAKVPool,
     VerifyInput,
 )
@@ -826,6 +827,18 @@ def test_drafts_at_the_end_of_the_table_are_compacted_and_past_it_refused(packag
         package.compact_kv(pool, req_to_token, rows, seq_lens + req_to_token.shape[1], done)
     with pytest.raises(BadBatch, match="seq_lens"):
         package.compact_kv(pool, req_to_token, rows, seq_lens[:2], done)
+
+
+@both_packages
+def test_compaction_of_a_pool_of_rows_says_to_pass_its_table(package):
+    pool, req_to_token, rows, seq_lens, done = scattered("mha", 1, 0)
+    expected = [bits.clone() for bits in map(raw, buffers(pool))]
+    whole = ReqToTokenPool(size=4, context_len=req_to_token.shape[1])
+    with pytest.raises(BadBatch, match=r"req_to_token is <.*ReqToTokenPool.*pass its \.req_to_token"):
+        package.compact_kv(pool, whole, rows, seq_lens, done)
+    with pytest.raises(BadBatch, match=r"seq_lens is \[5, 0, 1\]; it must be a tensor \[requests\]: pass one"):
+        package.compact_kv(pool, req_to_token, rows, seq_lens.tolist(), done)
+    assert same_bits(pool, expected)
 
 
 # ---- one thing wrong at a time ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fa_fast.planning.cross import plan_cross
@@ -29,7 +30,7 @@ def plan_batch(batch: Any, config: BackendConfig, step: int = 0) -> AttentionPla
 
 def plan_unchecked(batch: ForwardBatch, config: BackendConfig, step: int = 0) -> AttentionPlan:
     """plan_batch of a batch that was checked before it came here: device work only, so that a graph can record it."""
-    return _planned(batch, _text(batch, config), config, step)
+    return replace(_planned(batch, _text(batch, config), config, step), values=None)  # a replay changes them
 
 
 def _text(batch: ForwardBatch, config: BackendConfig) -> tuple[ForwardBatch, BackendConfig]:
@@ -61,7 +62,7 @@ def plan_steps(batch: Any, config: BackendConfig, steps: int) -> list[AttentionP
 
 def plan_steps_unchecked(batch: ForwardBatch, config: BackendConfig, steps: int) -> list[AttentionPlan]:
     """plan_steps of a batch that was checked before it came here."""
-    return _planned_steps(batch, _text(batch, config), config, steps)
+    return [replace(plan, values=None) for plan in _planned_steps(batch, _text(batch, config), config, steps)]
 
 
 def _planned_steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -73,8 +74,10 @@ class ForwardBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward_mode", ForwardMode.of(self.forward_mode))
         object.__setattr__(self, "shared_prefix_len", self.shared_prefix_len or 0)
+        object.__setattr__(self, "spec_info", _spec_info(self.spec_info))
         if isinstance(self.seq_lens_cpu, list | tuple):
-            object.__setattr__(self, "seq_lens_cpu", torch.tensor(self.seq_lens_cpu, dtype=torch.int64))
+            lens = host_lengths("seq_lens_cpu", self.seq_lens_cpu)
+            object.__setattr__(self, "seq_lens_cpu", torch.tensor(lens, dtype=torch.int64))
 
     @classmethod
     def of(cls, batch: Any) -> ForwardBatch:
@@ -85,7 +88,6 @@ class ForwardBatch:
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
         if missing:
             raise BadBatch(f"a {type(batch).__name__} without {', '.join(missing)}; a batch needs these fields")
-        given["spec_info"] = _spec_info(given.get("spec_info"))
         return cls(**given)
 
     def subset(self, requests: Sequence[int]) -> ForwardBatch:
@@ -132,6 +134,17 @@ class ForwardBatch:
         ends = torch.cumsum(torch.tensor(list(self.extend_seq_lens_cpu)), dim=0).tolist()
         rows = [torch.arange(ends[i] - self.extend_seq_lens_cpu[i], ends[i]) for i in requests]
         return torch.cat(rows).to(self.seq_lens.device, torch.int32)
+
+
+def host_lengths(name: str, lens: Any) -> list[int]:
+    """A host copy of lengths as a list. Raises BadBatch for what is none: floats, None, a tensor of a device."""
+    entries: Any = lens
+    if isinstance(lens, Tensor):
+        entries = lens.tolist() if lens.device.type == "cpu" else None
+    try:
+        return [index(n) for n in entries]
+    except TypeError:
+        raise BadBatch(f"{name} is {lens!r}; it must be a list or an integer tensor on the CPU, or None") from None
 
 
 def _spec_info(info: Any) -> DraftInput | VerifyInput | None:

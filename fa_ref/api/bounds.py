@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch
-from fa_ref.api.checks import draft_steps, new_tokens, req_to_token
+from fa_ref.api.checks import draft_steps, kv_slots, new_tokens, reads_values, req_to_token
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch
 from fa_ref.api.layer import window_left
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPass
+from fa_ref.api.slots import check_slots
 
 
 def longest_request(batch: ForwardBatch, config: BackendConfig) -> int:
@@ -73,15 +74,21 @@ def key_rows(batch: ForwardBatch, kind: LayerKind, tokens: int) -> tuple[int, ..
     return (0,) if loc is None else (0, loc.shape[0])
 
 
-def slots_to_write(batch: ForwardBatch, step: int, tokens: int, kind: LayerKind = LayerKind.FULL) -> Tensor | None:
+def slots_to_write(
+    batch: ForwardBatch, config: BackendConfig, step: int, tokens: int, kind: LayerKind = LayerKind.FULL
+) -> Tensor:
     """The slot of each new key: out_cache_loc, or its entries of one step when it is [request, branch, step].
 
-    Those of a CROSS layer are the encoder's, encoder_out_cache_loc.
+    Those of a CROSS layer are the encoder's, encoder_out_cache_loc. Raises BadBatch if there are none, and where values
+    may be read BadPageTable for a slot outside the pool.
     """
-    if kind is LayerKind.CROSS:
-        return batch.encoder_out_cache_loc
-    loc, steps = batch.out_cache_loc, draft_steps(batch)
-    if loc is None or steps == 0 or loc.shape[0] == tokens:
+    name = "encoder_out_cache_loc" if kind is LayerKind.CROSS else "out_cache_loc"
+    loc, steps = getattr(batch, name), draft_steps(batch)
+    if loc is None:
+        raise BadBatch(f"{name} is None, so new keys have no slots; pass it, or save_kv_cache=False")
+    if reads_values(config):
+        check_slots(name, loc, kv_slots(batch.token_to_kv_pool or config.token_to_kv_pool))
+    if kind is LayerKind.CROSS or steps == 0 or loc.shape[0] == tokens:
         return loc
     return loc.view(tokens, steps)[:, step]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
+from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput, host_lengths
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig, BadPageTable
 from fa_ref.api.layer import AttentionLayer, layer_kind, window_left
@@ -40,7 +40,7 @@ def new_tokens(batch: ForwardBatch) -> int:
     if mode.is_idle():
         return 0
     if mode.is_target_verify():
-        return batch.batch_size * _verify(batch).draft_token_num
+        return batch.batch_size * verify_input(batch).draft_token_num
     if mode.is_decode():
         return batch.batch_size * max(1, getattr(batch.spec_info, "topk", 1))
     if batch.extend_seq_lens_cpu is not None:
@@ -62,18 +62,22 @@ def draft_steps(batch: ForwardBatch) -> int:
 def columns_of_drafts(batch: ForwardBatch) -> int:
     """Columns of req_to_token past seq_lens that the batch's draft tokens use."""
     if batch.forward_mode.is_target_verify():
-        return _verify(batch).draft_token_num
+        return verify_input(batch).draft_token_num
     return draft_steps(batch) if getattr(batch.spec_info, "topk", 0) == 1 else 0
 
 
 def is_tree(batch: ForwardBatch) -> bool:
     """True for drafts to verify under a mask of their own."""
-    return batch.forward_mode.is_target_verify() and _verify(batch).custom_mask is not None
+    return batch.forward_mode.is_target_verify() and verify_input(batch).custom_mask is not None
 
 
-def _verify(batch: ForwardBatch) -> VerifyInput:
+def verify_input(batch: ForwardBatch) -> VerifyInput:
+    """The drafts of a TARGET_VERIFY. Raises BadBatch if the batch brings none."""
     if not isinstance(batch.spec_info, VerifyInput):
-        raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {batch.spec_info!r}")
+        raise BadBatch(
+            "TARGET_VERIFY needs spec_info=VerifyInput(draft_token_num=T), for a tree with topk= above 1 and "
+            f"custom_mask=, or an object with these fields; got {batch.spec_info!r}"
+        )
     return batch.spec_info
 
 
@@ -108,8 +112,9 @@ def _check_numbers(batch: ForwardBatch) -> None:
         _check_number("spec_info.topk", info.topk, 1, says)
         _check_number("spec_info.num_steps", info.num_steps, 1, says)
     if mode.is_target_verify():
-        _check_number("spec_info.draft_token_num", _verify(batch).draft_token_num, 1, "pass the drafts of a request")
-        _check_number("spec_info.topk", _verify(batch).topk, 1, "pass 1 for a chain, more for a tree")
+        verify = verify_input(batch)
+        _check_number("spec_info.draft_token_num", verify.draft_token_num, 1, "pass the drafts of a request")
+        _check_number("spec_info.topk", verify.topk, 1, "pass 1 for a chain, more for a tree")
 
 
 def _check_number(name: str, value: object, least: int, then: str) -> None:
@@ -118,7 +123,8 @@ def _check_number(name: str, value: object, least: int, then: str) -> None:
 
 
 def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
-    mask, drafts, topk = _verify(batch).custom_mask, _verify(batch).draft_token_num, _verify(batch).topk
+    verify = verify_input(batch)
+    mask, drafts, topk = verify.custom_mask, verify.draft_token_num, verify.topk
     if mask is None:
         if topk > 1:
             raise BadBatch(f"spec_info has topk={topk} without a custom_mask; a tree needs one, a chain has topk=1")
@@ -139,7 +145,11 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
 
 
 def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
-    """Raise BadBatch for a tensor of the batch with another type, dtype, shape or device than planning needs."""
+    """Raise BadBatch for a field of the batch with another type, dtype, shape or device than planning needs."""
+    _check_number("batch_size", batch.batch_size, 0, "pass the number of requests")
+    req_to_token(batch, config)
+    if batch.token_to_kv_pool is not None:
+        config.check_pool(batch.token_to_kv_pool)
     names = ["req_pool_indices", "seq_lens"]
     if config.is_encoder_decoder:
         names += ["encoder_lens"]
@@ -160,6 +170,17 @@ def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     host = batch.seq_lens_cpu
     if host is not None and (not isinstance(host, Tensor) or host.dtype not in _INTEGERS or host.device.type != "cpu"):
         raise BadBatch(f"seq_lens_cpu is {host!r}; it must be a list or an integer tensor on the CPU, or None")
+    for name in ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "encoder_lens_cpu"):
+        if getattr(batch, name) is not None:
+            count = len(host_lengths(name, getattr(batch, name)))
+            if count != batch.batch_size:
+                raise BadBatch(f"{name} has {count} entries for {batch.batch_size} requests")
+    check_locs(batch, config)
+
+
+def check_locs(batch: ForwardBatch, config: BackendConfig) -> None:
+    """Raise BadBatch for slots to write of another type, dtype, shape or device. Reads no value."""
+    device = torch.device(config.device)
     for name in ("out_cache_loc", "encoder_out_cache_loc"):
         loc = getattr(batch, name)
         if loc is None:
@@ -179,8 +200,6 @@ def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
     drafts = columns_of_drafts(batch)
     lens = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
     if lens is not None:
-        if len(lens) != batch.batch_size:
-            raise BadBatch(f"seq_lens_cpu has {len(lens)} entries for {batch.batch_size} requests")
         least = 1 if batch.forward_mode.is_decode() and batch.spec_info is None else 0
         for request, length in enumerate(lens):
             if length < least:
@@ -207,8 +226,6 @@ def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
 def _check_extend(batch: ForwardBatch, config: BackendConfig, lens: list[int] | None) -> None:
     extend, prefix = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
     for name, host in (("extend_seq_lens_cpu", extend), ("extend_prefix_lens_cpu", prefix)):
-        if host is not None and len(host) != batch.batch_size:
-            raise BadBatch(f"{name} has {len(host)} entries for {batch.batch_size} requests")
         if host is not None and any(int(n) < 0 for n in host):
             raise BadBatch(f"{name} is {list(host)}; no request has fewer than 0 tokens")
     if extend is None and config.deterministic:
@@ -276,7 +293,7 @@ def _check_device_values(batch: ForwardBatch, config: BackendConfig) -> None:
             "requests share a prefix only if they keep it in the same slots"
         )
     if is_tree(batch):
-        check_tree(_verify(batch).custom_mask, lens, _verify(batch).draft_token_num)  # type: ignore[arg-type]
+        check_tree(verify_input(batch).custom_mask, lens, verify_input(batch).draft_token_num)  # type: ignore[arg-type]
     if rows:
         _check_new_tokens(batch, config)
 
@@ -329,8 +346,12 @@ def _new_of_each(batch: ForwardBatch) -> list[int]:
 
 
 def req_to_token(batch: ForwardBatch, config: BackendConfig) -> Tensor:
-    """The table of slots that this batch's rows index."""
-    return (batch.req_to_token_pool or config.req_to_token_pool).req_to_token
+    """The table of slots that this batch's rows index. Raises BadBatch for a pool of rows without one."""
+    pool = batch.req_to_token_pool or config.req_to_token_pool
+    table = getattr(pool, "req_to_token", None)
+    if not isinstance(table, Tensor) or table.dim() != 2:
+        raise BadBatch(f"req_to_token_pool is {pool!r} without a tensor req_to_token; pass a ReqToTokenPool, or None")
+    return table
 
 
 def kv_slots(pool: Any) -> int:
@@ -339,6 +360,8 @@ def kv_slots(pool: Any) -> int:
     if hasattr(inner, "full_to_swa_index_mapping"):
         return inner.full_to_swa_index_mapping.shape[0]
     buffers = getattr(inner, "k_buffer", getattr(inner, "kv_buffer", None))
+    if buffers is not None and not len(buffers):  # all layers have windows, none lives in the full pool
+        return pool.full_to_swa_index_mapping.shape[0]
     return (inner.get_kv_buffer(getattr(inner, "start_layer", 0))[0] if buffers is None else buffers[0]).shape[0]
 
 

@@ -77,8 +77,10 @@ class BackendConfig:
                 "use_mla=True with is_encoder_decoder=True; a pool of latents holds no encoder keys: set one of them"
             )
         table = getattr(self.req_to_token_pool, "req_to_token", None)
-        if table is None:
-            raise BadConfig(f"req_to_token_pool {self.req_to_token_pool!r} has no req_to_token; pass a ReqToTokenPool")
+        if not isinstance(table, torch.Tensor) or table.dim() != 2:
+            raise BadConfig(
+                f"req_to_token_pool {self.req_to_token_pool!r} has no tensor req_to_token; pass a ReqToTokenPool"
+            )
         if not 1 <= self.context_len <= table.shape[1]:
             raise BadConfig(
                 f"context_len {self.context_len}, but the rows of req_to_token hold {table.shape[1]} tokens; make the "

@@ -82,8 +82,6 @@ def _check_host_lengths(batch: ForwardBatch, config: BackendConfig) -> None:
     if batch.encoder_lens_cpu is None:
         return
     encoder = [int(n) for n in batch.encoder_lens_cpu]
-    if len(encoder) != batch.batch_size:
-        raise BadBatch(f"encoder_lens_cpu has {len(encoder)} entries for {batch.batch_size} requests")
     text = [0] * len(encoder) if batch.seq_lens_cpu is None else batch.seq_lens_cpu.tolist()
     _check_row_widths(batch, config, encoder, text)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from fa_ref.api.errors import BadConfig, UnsupportedByProvider
 from fa_ref.api.modes import LayerKind
+
+_TYPES: list[tuple[str, Any, str]] = [
+    ("layer_id tp_q_head_num tp_k_head_num tp_v_head_num head_dim v_head_dim", Integral, "an int"),
+    ("scaling logit_cap", Real, "a number"),
+    ("sliding_window_size", Integral | None, "an int or None"),
+    ("use_irope is_cross_attention", Integral, "True or False"),
+    ("k_scale v_scale", Real | torch.Tensor | None, "a number, a tensor or None"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,15 @@ class AttentionLayer:
     v_scale: torch.Tensor | float | None = None  # stored value = value / v_scale, fp8 caches only
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tp_v_head_num", self.tp_v_head_num or self.tp_k_head_num)
-        object.__setattr__(self, "v_head_dim", self.v_head_dim or self.head_dim)
+        object.__setattr__(self, "tp_v_head_num", self.tp_k_head_num if self.tp_v_head_num == 0 else self.tp_v_head_num)
+        object.__setattr__(self, "v_head_dim", self.head_dim if self.v_head_dim == 0 else self.v_head_dim)
+        for names, kinds, meaning in _TYPES:
+            for name in names.split():
+                if not isinstance(getattr(self, name), kinds):
+                    raise BadConfig(f"layer {self.layer_id}: {name} is {getattr(self, name)!r}; it must be {meaning}")
+        for name in ("tp_q_head_num", "head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"layer {self.layer_id}: {name} is {getattr(self, name)}; it must be at least 1")
         if self.tp_k_head_num < 1 or self.tp_q_head_num % self.tp_k_head_num:
             raise BadConfig(
                 f"layer {self.layer_id}: {self.tp_q_head_num} query heads over {self.tp_k_head_num} key "

@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from fa_ref.api.batch import ForwardBatch
-from fa_ref.api.checks import check_sinks, check_value
+from fa_ref.api.arguments import starts
+from fa_ref.api.batch import ForwardBatch, host_lengths
+from fa_ref.api.checks import check_sinks, check_value, reads_values
 from fa_ref.api.config import BackendConfig
-from fa_ref.api.errors import BadBatch, BadConfig
-from fa_ref.api.layer import AttentionLayer
+from fa_ref.api.errors import BadBatch, BadConfig, UnsupportedByProvider
+from fa_ref.api.layer import AttentionLayer, layer_kind
+from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPlan
 
 
@@ -176,10 +179,11 @@ def model_inputs(
 
 
 def refuse_rope(q_rope: object, k_rope: object) -> None:
-    """Raise BadBatch if a layer without latents was given rope parts."""
+    """Raise BadBatch if a layer that attends to no latents was given rope parts."""
     if q_rope is not None or k_rope is not None:
         raise BadBatch(
-            "q_rope or k_rope without use_mla; they are parts of an MLA layer: rotate q and k, and pass them"
+            "q_rope or k_rope without use_mla, or in the MHA form; they are parts of an absorbed MLA layer: rotate q "
+            "and k, and pass them whole"
         )
 
 
@@ -257,6 +261,16 @@ def _chunks(prefix_lens: tuple[int, ...], workspace_tokens: int, device: torch.d
     )
 
 
+def check_mha_kind(layer: AttentionLayer, config: BackendConfig) -> None:
+    """Raise UnsupportedByProvider for a layer that does not see all keys: chunks do not say where a key is."""
+    kind = layer_kind(layer, config.attention_chunk_size)
+    if kind is not LayerKind.FULL:
+        raise UnsupportedByProvider(
+            f"layer {layer.layer_id} is {kind.name}; the MHA form of MLA is for FULL layers: use the absorbed form, "
+            "with attn_attend_prefix_cache=None"
+        )
+
+
 def is_mha_form(batch: Any, plan: AttentionPlan) -> bool:
     """Whether a layer of this batch brings expanded keys and values. Drafts are always absorbed.
 
@@ -299,18 +313,21 @@ def mha_call(
             f"layer {layer.layer_id} in the MHA form needs expanded k and v, and save_kv_cache=False: the cache holds "
             "latents, which set_mla_kv_buffer of the pool writes"
         )
+    check_mha_kind(layer, config)
     given = plan.given
     check_sinks(sinks, layer, config)
     check_value(layer, "q", q, plan.num_tokens, layer.tp_q_head_num * layer.head_dim, config)
     keys: int | None = plan.num_tokens
     cu_seqlens_k, max_seqlen_k = given.cu_seqlens_q, given.max_seqlen_q
     if batch.attn_attend_prefix_cache:
-        cu_seqlens_k, max_seqlen_k, keys = _chunk(batch, plan)
+        cu_seqlens_k, max_seqlen_k, keys = _chunk(batch, config)
     elif batch.mha_one_shot:
         cu_seqlens_k, max_seqlen_k, keys = given.cu_seqlens_k, given.max_seqlen_k, given.keys
-    keys = k.shape[0] if keys is None else keys
+    keys = k.shape[:1].numel() if keys is None and isinstance(k, Tensor) else keys or 0
     check_value(layer, "k", k, keys, layer.tp_k_head_num * layer.head_dim, config, "keys here")
     check_value(layer, "v", v, keys, layer.tp_v_head_num * layer.v_head_dim, config, "keys here")
+    if reads_values(config):
+        _check_ends(cu_seqlens_k, max_seqlen_k, keys)
     return dict(
         q=q.reshape(-1, layer.tp_q_head_num, layer.head_dim),
         k=k.reshape(-1, layer.tp_k_head_num, layer.head_dim),
@@ -326,19 +343,36 @@ def mha_call(
     )
 
 
-def _chunk(batch: ForwardBatch, plan: AttentionPlan) -> tuple[Tensor, int, int | None]:
+def _chunk(batch: ForwardBatch, config: BackendConfig) -> tuple[Tensor, int, int | None]:
     """cu_seqlens_k, max_seqlen_k and the number of keys, where the batch says it, of its current chunk."""
-    index, cu, longest = batch.prefix_chunk_idx, batch.prefix_chunk_cu_seq_lens, batch.prefix_chunk_max_seq_lens
-    counts = batch.prefix_chunk_num_tokens
-    if cu is None or longest is None or index is None or not 0 <= index < len(longest) or len(cu) != len(longest):
+    index, cu = batch.prefix_chunk_idx, batch.prefix_chunk_cu_seq_lens
+    if not isinstance(cu, Tensor) or cu.dim() != 2 or not isinstance(index, int) or not 0 <= index < len(cu):
         raise BadBatch(
-            f"attn_attend_prefix_cache=True with prefix_chunk_idx {index} of "
-            f"{None if longest is None else len(longest)} chunks; pass prefix_chunk_idx, prefix_chunk_cu_seq_lens "
-            "[chunks, requests + 1] and prefix_chunk_max_seq_lens, as chunk_prefix makes them"
+            f"attn_attend_prefix_cache=True with prefix_chunk_idx {index!r} and prefix_chunk_cu_seq_lens "
+            f"{tuple(cu.shape) if isinstance(cu, Tensor) else repr(cu)}; pass prefix_chunk_idx, "
+            "prefix_chunk_cu_seq_lens [chunks, requests + 1] and prefix_chunk_max_seq_lens, as chunk_prefix makes them"
         )
-    if cu[index].shape != (batch.batch_size + 1,) or cu[index].dtype != torch.int32:
+    device = torch.device(config.device).type
+    if cu.shape[1] != batch.batch_size + 1 or cu.dtype != torch.int32 or cu.device.type != device:
         raise BadBatch(
-            f"prefix_chunk_cu_seq_lens[{index}] is {cu[index].dtype} of shape {tuple(cu[index].shape)}; it must be "
-            f"int32 of shape ({batch.batch_size + 1},)"
+            f"prefix_chunk_cu_seq_lens is {cu.dtype} of shape {tuple(cu.shape)} on {cu.device}; it must be int32 of "
+            f"shape ({len(cu)}, {batch.batch_size + 1}) on {device}"
         )
-    return cu[index], int(longest[index]), None if counts is None else int(counts[index])
+    longest, counts = batch.prefix_chunk_max_seq_lens, batch.prefix_chunk_num_tokens
+    for name, numbers in (("prefix_chunk_max_seq_lens", longest), ("prefix_chunk_num_tokens", counts)):
+        if numbers is None and numbers is counts:
+            continue
+        if len(host_lengths(name, numbers)) != len(cu):
+            raise BadBatch(f"{name} is {numbers}; it must hold a number for each of the {len(cu)} chunks")
+    return cu[index].contiguous(), int(longest[index]), None if counts is None else int(counts[index])  # type: ignore[index]
+
+
+def _check_ends(cu_seqlens_k: Tensor, max_seqlen_k: int, keys: int) -> None:
+    """Raise BadBatch unless the requests' keys are those given, and none has more than max_seqlen_k. Reads values."""
+    ends = starts("cu_seqlens_k", cu_seqlens_k, keys)
+    longest = max((b - a for a, b in pairwise(ends)), default=0)
+    if ends[-1] != keys or longest > max_seqlen_k:
+        raise BadBatch(
+            f"{keys} keys are given, the requests have {ends[-1]} (cu_seqlens_k {ends}), at most {max_seqlen_k} each; "
+            "pass every request's keys, one after another, and the longest in prefix_chunk_max_seq_lens"
+        )

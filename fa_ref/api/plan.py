@@ -123,7 +123,7 @@ class AttentionPlan:
     given: GivenKeys | None = None  # extend of an MLA model: the same queries in the MHA form
     batch_size: int | None = None  # of the planned batch; forward refuses another. None: not compared
     drafts: str = ""  # spec_info of the planned batch in words, where its mode reads it; forward refuses another
-    values: Mapping[str, list[int]] | None = None  # with FA_CHECK=1: the rows, lengths and slots it was planned for
+    values: Mapping[str, list[int]] | None = None  # the rows and lengths it was planned for, where they may be read
 
     def for_kind(self, kind: LayerKind) -> tuple[AttentionPass | TreePass, ...]:
         """The passes of a layer kind. Raises UnsupportedByProvider, naming mode and kind, if there are none."""

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
-from fa_ref.api.checks import check_step, device_checks_enabled, draft_steps, new_tokens
+from fa_ref.api.checks import (
+    check_locs,
+    check_step,
+    device_checks_enabled,
+    draft_steps,
+    new_tokens,
+    reads_values,
+    req_to_token,
+    verify_input,
+)
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.encoder import checked_text
 from fa_ref.api.errors import BadBatch
@@ -50,8 +61,8 @@ def checked_batch(
 
 def _check_spec_info(batch: ForwardBatch) -> None:
     mode, info = batch.forward_mode, batch.spec_info
-    if mode.is_target_verify() and not isinstance(info, VerifyInput):
-        raise BadBatch(f"TARGET_VERIFY needs spec_info=VerifyInput(...), got {info!r}")
+    if mode.is_target_verify():
+        verify_input(batch)
     if mode.is_decode() and isinstance(info, VerifyInput):
         raise BadBatch(
             "DECODE with spec_info=VerifyInput(...); draft decoding takes DraftInput, verifying TARGET_VERIFY"
@@ -72,13 +83,15 @@ def plan_of(
         refused=layer_kinds(config)[1],
         batch_size=batch.batch_size,
         drafts=_drafts(batch),
-        values=_values(batch),
+        values=_values(batch, config),
         **more,
     )
 
 
-def check_planned(plan: AttentionPlan, batch: ForwardBatch) -> None:
+def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch unless `batch` is the one that was planned."""
+    check_locs(batch, config)
+    req_to_token(batch, config)
     mode, size, loc, drafts = batch.forward_mode, batch.batch_size, batch.out_cache_loc, _drafts(batch)
     if mode is not plan.forward_mode or plan.batch_size not in (None, size):
         raise BadBatch(
@@ -96,8 +109,9 @@ def check_planned(plan: AttentionPlan, batch: ForwardBatch) -> None:
         raise BadBatch(f"out_cache_loc has {loc.shape[0]} slots, the planned batch {plan.num_tokens} new tokens{also}")
     for name, planned in (plan.values or {}).items():
         value = getattr(batch, name)
-        if value is not None and value.tolist() != planned:
-            raise BadBatch(f"{name} is {value.tolist()}, the planned batch has {planned}; plan every new batch")
+        found = value.tolist() if isinstance(value, Tensor) and not value.is_meta else value
+        if found != planned:
+            raise BadBatch(f"{name} is {found}, the planned batch has {planned}; plan every new batch")
 
 
 def _drafts(batch: ForwardBatch) -> str:
@@ -111,12 +125,14 @@ def _drafts(batch: ForwardBatch) -> str:
     return ""
 
 
-def _values(batch: ForwardBatch) -> dict[str, list[int]] | None:
-    """With FA_CHECK=1 the values that a planned batch and the batch given to forward must share."""
-    if not device_checks_enabled():
+def _values(batch: ForwardBatch, config: BackendConfig) -> dict[str, list[int]] | None:
+    """What a planned batch and the batch given to forward must share, where it may be read; slots with FA_CHECK=1."""
+    if not reads_values(config) or batch.forward_mode.is_idle():
         return None
     names = ["req_pool_indices", "seq_lens", "encoder_lens"]
-    if not isinstance(batch.spec_info, DraftInput):  # a server may pass the slots of one step at a time
+    if batch.forward_mode.is_extend_or_draft_extend_or_mixed():
+        names.append("extend_seq_lens")
+    if device_checks_enabled() and not isinstance(batch.spec_info, DraftInput):  # a server may pass one step's slots
         names.append("out_cache_loc")
     found = {name: getattr(batch, name) for name in names}
     return {name: value.tolist() for name, value in found.items() if value is not None}

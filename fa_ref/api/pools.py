@@ -77,7 +77,8 @@ class MHAKVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         self.size, self.page_size, self.dtype = size, page_size, dtype
-        slots = page_size + -(-size // page_size) * page_size
+        self.slots = slots = page_size + -(-size // page_size) * page_size
+        self.device = torch.device(device)
         k_shape, v_shape = (slots, head_num, head_dim), (slots, head_num, v_head_dim or head_dim)
         self.k_buffer = [torch.zeros(k_shape, dtype=dtype, device=device) for _ in range(layer_num)]
         self.v_buffer = [torch.zeros(v_shape, dtype=dtype, device=device) for _ in range(layer_num)]
@@ -163,6 +164,7 @@ class SWAKVPool:
     same token in the window pool, or 0 (padding) once the token left the window and was freed there.
     Both pools have the same page size, and a page maps to a page: translate the slot, then divide. So eviction is by
     whole pages: a page of the window pool is freed, and its slots mapped to 0, once all its tokens left the window.
+    A model whose layers all have windows has a full pool of layer_num=0, which numbers slots and holds nothing.
     """
 
     def __init__(
@@ -182,9 +184,8 @@ class SWAKVPool:
         self.size, self.page_size, self.dtype = full_pool.size, full_pool.page_size, full_pool.dtype
         self._place = {layer_id: (full_pool, i) for i, layer_id in enumerate(full_layer_ids)}
         self._place |= {layer_id: (swa_pool, i) for i, layer_id in enumerate(swa_layer_ids)}
-        slots = full_pool.k_buffer[0].shape[0]
         self.full_to_swa_index_mapping: Int32[Tensor, " full_slots"] = torch.zeros(
-            slots, dtype=torch.int32, device=full_pool.k_buffer[0].device
+            full_pool.slots, dtype=torch.int32, device=full_pool.device
         )
 
     def in_swa_pool(self, layer_id: int) -> bool:

@@ -146,7 +146,10 @@ def check_depth(depth: Int[Tensor, "requests drafts"], max_depth: int) -> None:
 
 
 def check_shape(name: str, value: Tensor, shape: tuple[int, ...], axes: str) -> None:
-    """Raise BadBatch unless `value` has this shape; -1 stands for any size."""
+    """Raise BadBatch unless `value` is a tensor of this shape; -1 stands for any size."""
+    if not isinstance(value, Tensor):
+        instead = f"its .{name}" if hasattr(value, name) else "one"
+        raise BadBatch(f"{name} is {value!r}; it must be a tensor [{axes}]: pass {instead}")
     if value.dim() != len(shape) or any(want not in (-1, got) for want, got in zip(shape, value.shape, strict=True)):
         want = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise BadBatch(f"{name} has shape {tuple(value.shape)}; it must be [{axes}] = [{want}]")
@@ -188,9 +191,10 @@ def check_sampling(
     check_shape("uniforms", uniforms, (requests, drafts + 1), "requests, drafts + 1")
 
 
-def check_compaction(req_pool_indices: Tensor, seq_lens: Tensor, accepted: Accepted) -> None:
-    """Raise BadBatch unless there is one row and one length for each request."""
+def check_compaction(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, accepted: Accepted) -> None:
+    """Raise BadBatch unless there is a table, and one row and one length for each request."""
     requests = accepted.path.shape[0]
+    check_shape("req_to_token", req_to_token, (-1, -1), "rows, columns")
     check_shape("req_pool_indices", req_pool_indices, (requests,), "requests")
     check_shape("seq_lens", seq_lens, (requests,), "requests")
 

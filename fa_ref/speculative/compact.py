@@ -36,7 +36,7 @@ def compact_kv(
 
     Raises BadBatch for a wrong shape, BadPageTable for drafts past the last column. Twin: fa_fast.compact_kv.
     """
-    check_compaction(req_pool_indices, seq_lens, accepted)
+    check_compaction(req_to_token, req_pool_indices, seq_lens, accepted)
     check_columns(req_to_token, seq_lens, accepted)
     lengths, starts = accepted.lengths.tolist(), seq_lens.tolist()
     for request, row in enumerate(req_pool_indices.tolist()):
