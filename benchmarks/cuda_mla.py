@@ -23,7 +23,7 @@ BETTER = "the faster of FA3 with qv and FlashMLA"
 
 def problem(mode: ForwardMode, **settings: Any) -> Case:
     """A case in bf16 on the GPU with a cache of latents, its rows already written."""
-    settings = dict(latent=LATENT, rope=ROPE, page_size=64, head_dim=LATENT + ROPE) | settings
+    settings = dict(latent=LATENT, rope=ROPE, page_size=64) | settings
     case = make_case(mode, dtype=torch.bfloat16, device="cuda", poison=False, **settings)
     case.run(fa_fast)
     return case
@@ -113,7 +113,7 @@ def prefill_rows() -> list[Row]:
     ):  # fmt: skip
         case = problem(ForwardMode.EXTEND, prefix_lens=[prefix], new_lens=[new], heads=heads)
         works = {form: _form(case, form) for form in ("absorbed", "chunked")}
-        chosen = mla_form("auto", *_chosen_from(case))
+        chosen = mla_form("auto", case.batch, case.layer, _projections(case), 16384)
         chosen = "absorbed" if chosen == "absorbed" else "chunked"
         other = "chunked" if chosen == "absorbed" else "absorbed"
         mine, theirs = gpu_rounds(works[chosen], works[other])
@@ -129,10 +129,6 @@ def _projections(case: Case) -> MLAProjections:
     heads = case.layer.tp_q_head_num
     weight = torch.randn(heads * (NOPE + V_DIM), LATENT, dtype=torch.bfloat16, device="cuda") * LATENT**-0.5
     return MLAProjections.of_kv_b_proj(weight, heads=heads, nope=NOPE)
-
-
-def _chosen_from(case: Case) -> tuple[Any, ...]:
-    return case.batch, case.layer, _projections(case), 16384
 
 
 def _form(case: Case, form: str) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_fast.graphs import PlanGraphs
+from fa_fast.graphs import PlanGraphs, prepared
 from fa_fast.kernels.joint import joint_view
 from fa_fast.kernels.select import Provider, provider_for
 from fa_fast.planning import plan_batch, plan_unchecked
@@ -114,9 +114,7 @@ class FlashAttentionBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
         self._plan = None  # a refused batch leaves no plan behind
-        batch = self._batch(forward_batch)
-        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
-            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        batch = self._to_plan(forward_batch)
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
 
     def drop_plan(self) -> None:
@@ -243,7 +241,7 @@ class FlashAttentionBackend:
         spec_info: Any,
     ) -> None:
         """Record the plan of batches of this size, before the server records the layers. spec_info: of the step."""
-        self._graphs().capture(
+        prepared(self._plan_graphs).capture(
             self._static(bs, num_tokens // bs, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, None),
             num_tokens // bs,
         )
@@ -265,15 +263,13 @@ class FlashAttentionBackend:
         out_cache_loc: [request, branch, step], which draft decoding with topk > 1 needs. seq_lens_sum and seq_lens_cpu
         are not read: nothing here needs the host.
         """
-        self._graphs().replay(
+        prepared(self._plan_graphs).replay(
             self._static(bs, 0, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, out_cache_loc)
         )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The host's part of a graphed step: check the batch that will be replayed. in_capture: there is none yet."""
-        batch = self._batch(forward_batch)
-        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
-            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        batch = self._to_plan(forward_batch)
         if not in_capture:
             checked_text(batch, self.config)
 
@@ -283,11 +279,6 @@ class FlashAttentionBackend:
 
     def _plan_in_graph(self, batch: ForwardBatch) -> AttentionPlan:
         return self._as_run(plan_unchecked(batch, self.config, self.speculative_step_id))
-
-    def _graphs(self) -> PlanGraphs:
-        if self._plan_graphs is None:
-            raise BadBatch("no graph state; call init_cuda_graph_state(max_bs) before capturing or replaying")
-        return self._plan_graphs
 
     def _static(
         self,
@@ -310,9 +301,16 @@ class FlashAttentionBackend:
             encoder_lens=None if encoder_lens is None else encoder_lens[:bs],
             spec_info=spec_info,
             out_cache_loc=out_cache_loc,
-            extend_seq_lens_cpu=[tokens or self._graphs().draft_tokens] * bs if extends else None,
+            extend_seq_lens_cpu=[tokens or prepared(self._plan_graphs).draft_tokens] * bs if extends else None,
         )
         return self._batch(batch)
+
+    def _to_plan(self, forward_batch: Any) -> ForwardBatch:
+        """A server's batch, of a mode that this backend plans."""
+        batch = self._batch(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        return batch
 
     def _batch(self, batch: Any) -> ForwardBatch:
         """A server's batch; a draft must be the one that this backend was built for."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fa_fast.recording import Recorder, Recording
 from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch, ForwardMode, VerifyInput
-from fa_ref.api.checks import check_batch
 from fa_ref.api.encoder import checked_text
 from fa_ref.api.planned import read_batch
 
@@ -201,7 +200,7 @@ class GraphRunner:
         batch = read_batch(batch, self.config, topk, steps)
         if batch.batch_size == 0:
             raise BadBatch("a batch without requests; an idle step needs no graph")
-        checked_text(batch, self.config) if self.config.is_encoder_decoder else check_batch(batch, self.config)
+        checked_text(batch, self.config)
         return batch
 
     def _check_inputs(self, inputs: Mapping[str, Tensor], count: int) -> None:
@@ -293,6 +292,13 @@ class PlanGraphs:
     @staticmethod
     def _key(batch: ForwardBatch) -> tuple[Any, ...]:
         return batch.forward_mode, _shape(batch.spec_info), batch.batch_size
+
+
+def prepared(graphs: PlanGraphs | None) -> PlanGraphs:
+    """The graphs of a backend. Raises BadBatch before init_cuda_graph_state has made them."""
+    if graphs is None:
+        raise BadBatch("no graph state; call init_cuda_graph_state(max_bs) before capturing or replaying")
+    return graphs
 
 
 __all__ = ["GraphRunner", "PlanGraphs", "StaticBatch"]

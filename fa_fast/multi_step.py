@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from fa_fast.backend import FlashAttentionBackend
-from fa_fast.graphs import PlanGraphs
+from fa_fast.graphs import PlanGraphs, prepared
 from fa_fast.planning import plan_steps, plan_steps_unchecked
-from fa_ref.api import AttentionPlan, BadBatch, ForwardBatch
+from fa_ref.api import AttentionPlan, ForwardBatch
 from fa_ref.api.multi_step import MultiStepBackend
-from fa_ref.api.planned import read_batch
 
 
 class FlashAttentionMultiStepBackend(MultiStepBackend):
@@ -26,7 +25,7 @@ class FlashAttentionMultiStepBackend(MultiStepBackend):
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: Any) -> None:
         """Record the plans of all steps for batches of this size, before the server records the layers."""
-        self._graphs().capture(self._read(forward_batch))
+        prepared(self._plan_graphs).capture(self._read(forward_batch))
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: Any, bs: int) -> None:
         """Plan all steps of the first bs requests into the recorded tensors, before the server replays its layers."""
@@ -35,7 +34,7 @@ class FlashAttentionMultiStepBackend(MultiStepBackend):
         slots = None if loc is None else loc[: bs * self.topk * self.speculative_num_steps]
         encoder = None if batch.encoder_lens is None else batch.encoder_lens[:bs]
         rows, lens = batch.req_pool_indices[:bs], batch.seq_lens[:bs]
-        self._graphs().replay(
+        prepared(self._plan_graphs).replay(
             replace(
                 batch, batch_size=bs, req_pool_indices=rows, seq_lens=lens, seq_lens_cpu=None, out_cache_loc=slots,
                 encoder_lens=encoder, encoder_lens_cpu=None,
@@ -53,14 +52,6 @@ class FlashAttentionMultiStepBackend(MultiStepBackend):
     def _take(self, plans: list[AttentionPlan]) -> None:
         for backend, plan in zip(self.attn_backends, plans, strict=True):
             backend._take(plan)
-
-    def _read(self, batch: Any) -> ForwardBatch:
-        return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
-
-    def _graphs(self) -> PlanGraphs:
-        if self._plan_graphs is None:
-            raise BadBatch("no graph state; call init_cuda_graph_state(max_bs) before capturing or replaying")
-        return self._plan_graphs
 
 
 __all__ = ["FlashAttentionMultiStepBackend"]

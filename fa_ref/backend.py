@@ -79,9 +79,7 @@ class FlashAttentionBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a batch; every layer of the forward pass reuses it."""
         self._plan = None  # a refused batch leaves no plan behind
-        batch = self._batch(forward_batch)
-        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
-            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        batch = self._to_plan(forward_batch)
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
 
     def drop_plan(self) -> None:
@@ -217,9 +215,7 @@ class FlashAttentionBackend:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """The host's part of a graphed step: check the batch that will be replayed. in_capture: there is none yet."""
-        batch = self._batch(forward_batch)
-        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
-            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        batch = self._to_plan(forward_batch)
         if not in_capture:
             checked_text(batch, self.config)
 
@@ -251,6 +247,13 @@ class FlashAttentionBackend:
             return queries, None, None
         keys = k.reshape(-1, layer.tp_k_head_num, layer.head_dim)
         return queries, keys, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+
+    def _to_plan(self, forward_batch: Any) -> ForwardBatch:
+        """A server's batch, of a mode that this backend plans."""
+        batch = self._batch(forward_batch)
+        if self.skip_prefill and not batch.forward_mode.is_decode_or_idle():
+            raise BadBatch(f"{batch.forward_mode.name} on a backend made with skip_prefill=True")
+        return batch
 
     def _batch(self, batch: Any) -> ForwardBatch:
         """A server's batch; a draft must be the one that this backend was built for."""

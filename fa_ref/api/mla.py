@@ -130,9 +130,8 @@ def latent_inputs(
         raise BadBatch(f"layer {layer.layer_id}: k_rope or v without k; pass the latent as k, or none of them")
     if v is not None:
         check_value(layer, "v", v, tokens, latent, config)
-    if k is None:
-        return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), None, None)
-    return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), *_split(k, k_rope, 1, latent, rope))
+    new = (None, None) if k is None else _split(k, k_rope, 1, latent, rope)
+    return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), *new)
 
 
 def model_inputs(
@@ -148,11 +147,10 @@ def model_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What mla_attention is given, in the shapes of its docstring; queries may be flat, rows may have a head axis.
 
-    Raises BadConfig for a layer that is not the absorbed one, or for projections of another layer or dtype; BadBatch
-    for the inputs, before anything is written. In the absorbed form all but q_nope are left to `forward`, which checks
-    them and takes either shape.
+    layer: the absorbed one, checked before. Raises BadConfig for projections of another layer or dtype; BadBatch for
+    the inputs, before anything is written. In the absorbed form all but q_nope are left to `forward`, which checks them
+    and takes either shape.
     """
-    check_absorbed(layer)
     heads, nope, latent_dim = projections.w_uk.shape
     rope = layer.head_dim - layer.v_head_dim
     if (heads, latent_dim) != (layer.tp_q_head_num, layer.v_head_dim):
@@ -271,14 +269,14 @@ def check_mha_kind(layer: AttentionLayer, config: BackendConfig) -> None:
         )
 
 
-def is_mha_form(batch: Any, plan: AttentionPlan) -> bool:
+def is_mha_form(batch: ForwardBatch, plan: AttentionPlan) -> bool:
     """Whether a layer of this batch brings expanded keys and values. Drafts are always absorbed.
 
     Raises BadBatch if it does not, but asks for the LSE: only the MHA form has a caller who merges.
     """
-    attend = getattr(batch, "attn_attend_prefix_cache", None)
+    attend = batch.attn_attend_prefix_cache
     mha = attend is not None and not (plan.forward_mode.is_target_verify() or plan.forward_mode.is_draft_extend())
-    if not mha and getattr(batch, "mha_return_lse", False):
+    if not mha and batch.mha_return_lse:
         raise BadBatch(
             f"mha_return_lse=True in {plan.forward_mode.name} with attn_attend_prefix_cache={attend}; only the MHA "
             "form of MLA returns its LSE: set attn_attend_prefix_cache there, or mha_return_lse to False"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from fa_ref.api.batch import DraftInput
+from fa_ref.api.batch import DraftInput, ForwardBatch
 from fa_ref.api.config import BackendConfig
 from fa_ref.api.errors import BadBatch, BadConfig, UnsupportedByProvider
 from fa_ref.api.plan import AttentionPlan
@@ -44,7 +44,7 @@ class MultiStepBackend:
         """Plan every step of a DECODE batch with DraftInput; out_cache_loc is [request, branch, step]."""
         for backend in self.attn_backends:
             backend.drop_plan()
-        batch = read_batch(forward_batch, self.config, self.topk, self.speculative_num_steps)
+        batch = self._read(forward_batch)
         if batch.forward_mode.is_idle():
             for backend in self.attn_backends:
                 backend.init_forward_metadata(batch)
@@ -70,3 +70,7 @@ class MultiStepBackend:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """What a graph records in fa_fast. Here it plans, as init_forward_metadata does."""
         self.init_forward_metadata(forward_batch)
+
+    def _read(self, batch: Any) -> ForwardBatch:
+        """A server's batch; a draft must be the one that this backend was built for."""
+        return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
