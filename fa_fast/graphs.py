@@ -4,21 +4,28 @@
     out = runner.run(batch, q=q, k=k, v=v)
 
 `step(batch, **inputs)` runs the layers of a planned batch. A replay copies the batch's rows, lengths and slots to the
-static inputs and launches one graph: page tables, lengths and schedules are computed inside it.
+static inputs and launches one graph: page tables, lengths and schedules are computed inside it. What the caller writes
+there himself is not copied:
+
+    batch, inputs = runner.place(requests=3)
+    batch.seq_lens.copy_(lens)  # ... and all the others
+    out = runner.run(batch, **inputs)
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_fast.planning.fixed import FixedBatch
 from fa_fast.recording import Recorder, Recording
 from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch, ForwardMode, VerifyInput
+from fa_ref.api.checks import reads_values
 from fa_ref.api.encoder import checked_text
 from fa_ref.api.planned import read_batch
 
@@ -29,6 +36,7 @@ class StaticBatch:
     """The tensors of a batch where a recorded step reads them: for up to `max_requests` requests of one mode.
 
     A row that no request has is the padding row, of the shortest length that the mode allows, on the padding slot.
+    Rows and lengths are int32, as kernels read them; slots int64, as pools are indexed.
     draft_tokens: query tokens a request in DRAFT_EXTEND, where every request has as many.
     """
 
@@ -42,63 +50,78 @@ class StaticBatch:
     ) -> None:
         self.config, self.mode, self.max_requests, self.spec_info = config, mode, max_requests, spec_info
         self.tokens, self.slots = _per_request(mode, spec_info, draft_tokens)
-        self.fill_len = draft_tokens if mode.is_draft_extend() else 1
-        device = config.device
-        self.tensors: dict[str, Tensor] = dict(
-            req_pool_indices=torch.full((max_requests,), PADDING_ROW, dtype=torch.int64, device=device),
-            seq_lens=torch.full((max_requests,), self.fill_len, dtype=torch.int64, device=device),
+        self.held = 0  # requests, from the front, whose rows may hold something else than padding
+        device, fill_len = config.device, draft_tokens if mode.is_draft_extend() else 1
+        self._padding: dict[str, Tensor] = dict(
+            req_pool_indices=torch.full((max_requests,), PADDING_ROW, dtype=torch.int32, device=device),
+            seq_lens=torch.full((max_requests,), fill_len, dtype=torch.int32, device=device),
             out_cache_loc=torch.full((max_requests * self.slots,), PADDING_SLOT, dtype=torch.int64, device=device),
         )
         if config.is_encoder_decoder:
-            self.tensors["encoder_lens"] = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self._new = torch.full((max_requests,), self.tokens, dtype=torch.int64, device=device)
+            self._padding["encoder_lens"] = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.tensors = {name: value.clone() for name, value in self._padding.items()}
+        self._new = torch.full((max_requests,), self.tokens, dtype=torch.int32, device=device)
         self._mask: Tensor | None = None
         if isinstance(spec_info, VerifyInput) and (spec_info.topk > 1 or spec_info.custom_mask is not None):
             width = config.req_to_token_pool.req_to_token.shape[1]
             entries = max_requests * spec_info.draft_token_num * width
             self._mask = torch.ones(entries, dtype=torch.bool, device=device)
+        self._views: dict[int, FixedBatch] = {}
+        self._constants: dict[Any, Tensor] = {}
 
-    def view(self, requests: int) -> ForwardBatch:
+    def view(self, requests: int) -> FixedBatch:
         """The first `requests` of it as a batch without host copies of its lengths."""
-        info = self.spec_info
+        if requests not in self._views:
+            self._views[requests] = self._view(requests)
+        return self._views[requests]
+
+    def _view(self, requests: int) -> FixedBatch:
+        info, extends = self.spec_info, self.mode.is_draft_extend()
         if isinstance(info, VerifyInput):
             info = replace(info, custom_mask=self._mask)
-        loc = self.tensors["out_cache_loc"][: requests * self.slots]
-        tensors: dict[str, Any] = self.tensors | dict(out_cache_loc=loc)
-        tensors |= {name: t[:requests] for name, t in self.tensors.items() if name != "out_cache_loc"}
-        extends = self.mode.is_draft_extend()
-        return ForwardBatch(
+        tensors: dict[str, Any] = {name: value[: requests * self._each(name)] for name, value in self.tensors.items()}
+        return FixedBatch(
             forward_mode=self.mode,
             batch_size=requests,
             extend_seq_lens=self._new[:requests] if extends else None,
             extend_seq_lens_cpu=[self.tokens] * requests if extends else None,
             spec_info=info,
+            constants=self._constants,
             **tensors,
         )
 
-    def fill(self, batch: ForwardBatch, requests: int) -> None:
-        """Copy a batch in, and pad it to `requests`. Raises BadBatch for one of another mode or shape."""
-        self._check(batch, requests)
+    def fill(self, batch: ForwardBatch) -> None:
+        """Copy a checked batch in, and make padding of the rows that the one before it had beyond."""
         count = batch.batch_size
-        for name, target in self.tensors.items():
-            value, each = getattr(batch, name), self.slots if name == "out_cache_loc" else 1
-            pad = self.fill_len if name == "seq_lens" else 0
-            if value is None:
-                target[: requests * each].fill_(pad)
-                continue
-            target[: count * each].copy_(value, non_blocking=True)
-            target[count * each : requests * each].fill_(pad)
-        mask = getattr(batch.spec_info, "custom_mask", None)
-        if self._mask is not None and mask is not None:
-            self._mask[: mask.numel()].copy_(mask, non_blocking=True)
+        copy_together(self._moves(batch, self.view(count)))
+        self.held = count
 
-    def _check(self, batch: ForwardBatch, requests: int) -> None:
+    def _moves(self, batch: ForwardBatch, view: ForwardBatch) -> Iterable[tuple[Tensor, Tensor]]:
+        """(where to, what) of every tensor; a field that the batch leaves out is padding."""
+        count = batch.batch_size
+        if batch is not view:
+            for name, padding in self._padding.items():
+                value = getattr(batch, name)
+                yield getattr(view, name), padding[: count * self._each(name)] if value is None else value
+            mask = getattr(batch.spec_info, "custom_mask", None)
+            if self._mask is not None and mask is not None:
+                yield self._mask[: mask.numel()], mask
+        if count < self.held:
+            for name, padding in self._padding.items():
+                rows = slice(count * self._each(name), self.held * self._each(name))
+                yield self.tensors[name][rows], padding[rows]
+
+    def _each(self, name: str) -> int:
+        return self.slots if name == "out_cache_loc" else 1
+
+    def check(self, batch: ForwardBatch) -> None:
+        """Raise BadBatch for a batch of another mode or shape than what is recorded, or a larger one."""
         info = batch.spec_info
         same = _shape(info) == _shape(self.spec_info) and batch.forward_mode is self.mode
-        if not same or batch.batch_size > requests:
+        if not same or batch.batch_size > self.max_requests:
             raise BadBatch(
                 f"a {batch.forward_mode.name} batch of {batch.batch_size} requests with spec_info {info!r}; captured "
-                f"is {self.mode.name} of up to {requests} with {self.spec_info!r}"
+                f"is {self.mode.name} of up to {self.max_requests} with {self.spec_info!r}"
             )
         lens = batch.extend_seq_lens_cpu
         if self.mode.is_draft_extend() and (lens is None or any(int(n) != self.tokens for n in lens)):
@@ -106,6 +129,26 @@ class StaticBatch:
                 f"extend_seq_lens_cpu is {lens}; a captured DRAFT_EXTEND has {self.tokens} tokens in every request: "
                 "run a ragged one without a graph"
             )
+
+    def check_values(self, batch: ForwardBatch) -> None:
+        """Raise BadBatch or BadPageTable for what a caller wrote to a view, where it may be read."""
+        info = batch.spec_info
+        if isinstance(info, VerifyInput) and self._mask is not None:
+            entries = info.draft_token_num * (int(batch.seq_lens.sum()) + batch.batch_size * info.draft_token_num)
+            batch = replace(batch, spec_info=replace(info, custom_mask=self._mask[:entries]))
+        checked_text(batch, self.config)
+
+
+def copy_together(moves: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each (target, source) in as few launches as their dtypes allow. What lies there already is left."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in moves:
+        if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
+            targets, sources = groups.setdefault((target.dtype, source.dtype), ([], []))
+            targets.append(target)
+            sources.append(source)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[reportPrivateImportUsage]
 
 
 def _per_request(mode: ForwardMode, info: Any, draft_tokens: int) -> tuple[int, int]:
@@ -131,6 +174,16 @@ def _shape(info: Any) -> Any:
     if isinstance(info, VerifyInput):
         return "verify", info.draft_token_num, info.topk > 1 or info.custom_mask is not None
     return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where batches of one size are read and answered."""
+
+    batch: FixedBatch
+    inputs: dict[str, Tensor]
+    recording: Recording
+    result: Any  # of the recording, the rows of the batch
 
 
 class GraphRunner:
@@ -167,9 +220,21 @@ class GraphRunner:
         self.static = StaticBatch(backend.config, mode, most, spec_info, draft_tokens)
         self.inputs = {name: torch.zeros_like(value) for name, value in inputs.items()}
         self._recorder = Recorder(backend.config.device)
+        self._places: dict[int, _Place] = {}
         self._recorded: dict[int, Recording] = {}
         for bucket in reversed(self.buckets):  # the largest first: smaller ones fit into its memory
             self._recorded[bucket] = self._recorder.record(self._work(bucket))
+
+    def place(self, requests: int) -> tuple[ForwardBatch, dict[str, Tensor]]:
+        """A batch of so many requests and its inputs, where the graph reads them: write there, then `run` them.
+
+        Such a run launches the graph and nothing else, and pads the rows that a larger batch before it has used. The
+        values written are checked only where they may be read: on a CPU, and under FA_CHECK=1.
+        Raises BadBatch for no request, and for more than the largest bucket holds.
+        """
+        place = self._place(requests)
+        self.static.held = max(self.static.held, requests)
+        return place.batch, dict(place.inputs)
 
     def run(self, batch: Any, **inputs: Tensor) -> Any:
         """The step's result for a batch: views of static outputs, which the next run overwrites.
@@ -177,23 +242,17 @@ class GraphRunner:
         Raises BadBatch for a batch that is larger than the largest bucket or otherwise not what was captured; nothing
         is copied or run then.
         """
-        batch = self._read(batch)
-        place = bisect.bisect_left(self.buckets, batch.batch_size)
-        if place == len(self.buckets):
-            raise BadBatch(
-                f"a batch of {batch.batch_size} requests; captured are buckets of {self.buckets}: add a larger one, or "
-                "run it without a graph"
-            )
-        bucket, count = self.buckets[place], batch.batch_size
-        self._check_inputs(inputs, count)
-        self.static.fill(batch, bucket)
-        for name, value in inputs.items():
-            rows = self._rows(name)
-            self.inputs[name][: count * rows].copy_(value, non_blocking=True)
-            self.inputs[name][count * rows : bucket * rows].zero_()  # padding stays finite, whatever it held
-        recording = self._recorded[bucket]
-        recording.replay()
-        return _first(recording.result, count, bucket)
+        place = self._places.get(batch.batch_size) if isinstance(batch, FixedBatch) else None
+        if place is None or batch is not place.batch:
+            batch = self._read(batch)
+            place = self._place(batch.batch_size)
+            self.static.check(batch)
+        elif reads_values(self.config):
+            self.static.check_values(batch)
+        self._check_inputs(inputs, place)
+        self._fill(batch, inputs, place)
+        place.recording.replay()
+        return place.result
 
     def _read(self, batch: Any) -> ForwardBatch:
         topk, steps = getattr(self.backend, "topk", 0), getattr(self.backend, "speculative_num_steps", 0)
@@ -203,23 +262,55 @@ class GraphRunner:
         checked_text(batch, self.config)
         return batch
 
-    def _check_inputs(self, inputs: Mapping[str, Tensor], count: int) -> None:
-        if set(inputs) != set(self.inputs):
+    def _place(self, requests: int) -> _Place:
+        if requests not in self._places:
+            self._places[requests] = self._make_place(requests)
+        return self._places[requests]
+
+    def _make_place(self, requests: int) -> _Place:
+        if not 1 <= requests <= self.buckets[-1]:
+            raise BadBatch(
+                f"a batch of {requests} requests; captured are buckets of {self.buckets}: add a larger one, or run it "
+                "without a graph"
+            )
+        bucket = self.buckets[bisect.bisect_left(self.buckets, requests)]
+        recording = self._recorded[bucket]
+        return _Place(
+            batch=self.static.view(requests),
+            inputs=self._views(requests),
+            recording=recording,
+            result=_first(recording.result, requests, bucket),
+        )
+
+    def _check_inputs(self, inputs: Mapping[str, Tensor], place: _Place) -> None:
+        if inputs.keys() != place.inputs.keys():
             raise BadBatch(f"inputs {sorted(inputs)}; the step was captured with {sorted(self.inputs)}")
         for name, value in inputs.items():
-            expected = (count * self._rows(name), *self.inputs[name].shape[1:])
-            if tuple(value.shape) != expected or value.dtype != self.inputs[name].dtype:
+            static = place.inputs[name]
+            if value is not static and (value.shape != static.shape or value.dtype != static.dtype):
                 raise BadBatch(
-                    f"{name} is {value.dtype} of shape {tuple(value.shape)}; for {count} requests it must be "
-                    f"{self.inputs[name].dtype} of shape {expected}"
+                    f"{name} is {value.dtype} of shape {tuple(value.shape)}; for {place.batch.batch_size} requests it "
+                    f"must be {static.dtype} of shape {tuple(static.shape)}"
                 )
 
-    def _rows(self, name: str) -> int:
-        return self.inputs[name].shape[0] // self.buckets[-1]
+    def _fill(self, batch: ForwardBatch, inputs: Mapping[str, Tensor], place: _Place) -> None:
+        copy_together((place.inputs[name], value) for name, value in inputs.items())
+        if batch.batch_size < self.static.held:
+            stale = [self._rows(name, batch.batch_size, self.static.held) for name in self.inputs]
+            for dtype in {value.dtype for value in stale}:  # padding stays finite, whatever it held
+                of_dtype = [value for value in stale if value.dtype == dtype]
+                torch._foreach_zero_(of_dtype)  # type: ignore[reportPrivateImportUsage]
+        self.static.fill(batch)
+
+    def _views(self, requests: int) -> dict[str, Tensor]:
+        return {name: self._rows(name, 0, requests) for name in self.inputs}
+
+    def _rows(self, name: str, start: int, end: int) -> Tensor:
+        each = self.inputs[name].shape[0] // self.buckets[-1]
+        return self.inputs[name][start * each : end * each]
 
     def _work(self, bucket: int) -> Callable[[], Any]:
-        batch = self.static.view(bucket)
-        views = {name: value[: bucket * self._rows(name)] for name, value in self.inputs.items()}
+        batch, views = self.static.view(bucket), self._views(bucket)
 
         def work() -> Any:
             self.backend.init_forward_metadata_in_graph(batch)
@@ -261,7 +352,8 @@ class PlanGraphs:
         if batch.forward_mode.is_draft_extend():
             self.draft_tokens = draft_tokens
         static = self._static_for(batch)
-        static.fill(batch, batch.batch_size)
+        static.check(batch)
+        static.fill(batch)
         view = static.view(batch.batch_size)
         recording = self._recorder.record(lambda: self._plan(view))
         self._recorded[self._key(batch)] = recording
@@ -275,7 +367,9 @@ class PlanGraphs:
                 f"no captured plan of {batch.forward_mode.name} for {batch.batch_size} requests with spec_info "
                 f"{batch.spec_info!r}; call init_forward_metadata_capture_cuda_graph with that size first"
             )
-        self._static[self._key(batch)[:2]].fill(batch, batch.batch_size)
+        static = self._static[self._key(batch)[:2]]
+        static.check(batch)
+        static.fill(batch)
         recording.replay()
         self._take(recording.result)
 

@@ -53,7 +53,7 @@ def _planned(
         assert isinstance(whole, AttentionPass)
         passes[LayerKind.FULL] = cascade(whole, saving.tokens, new_tokens(batch))
     extends = config.use_mla and batch.forward_mode.is_extend_or_draft_extend_or_mixed()
-    given = given_keys(batch, config) if extends else None
+    given = given_keys(batch, config) if extends and not recorded else None  # recorded modes are never in the MHA form
     return plan_of(batch, config, passes, recorded, shared_prefix=saving, given=given)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from fa_fast.planning.extend import singles_apart
+from fa_fast.planning.extend import chain_as_extend, singles_apart
 from fa_fast.planning.page_table import paged_view
-from fa_fast.planning.ragged import cu_seqlens
+from fa_fast.planning.ragged import equal_starts, query_starts
 from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch
 from fa_ref.api.bounds import longest_encoder, longest_extend
 
@@ -16,7 +14,7 @@ from fa_ref.api.bounds import longest_encoder, longest_extend
 def plan_cross(batch: ForwardBatch, config: BackendConfig) -> tuple[AttentionPass, ...]:
     """Twin of fa_ref.planning.cross.plan_cross, which explains it."""
     if batch.forward_mode.is_target_verify():
-        batch = batch.as_extend()
+        batch = chain_as_extend(batch)
     if config.deterministic and not batch.forward_mode.is_decode():
         return singles_apart(batch, config.context_len, lambda part: _one_pass(part, config))
     return (_one_pass(batch, config),)
@@ -24,13 +22,11 @@ def plan_cross(batch: ForwardBatch, config: BackendConfig) -> tuple[AttentionPas
 
 def _one_pass(batch: ForwardBatch, config: BackendConfig) -> AttentionPass:
     assert batch.encoder_lens is not None
-    requests, device = batch.batch_size, batch.encoder_lens.device
     if batch.forward_mode.is_decode():
         each = most = max(1, getattr(batch.spec_info, "topk", 1))
-        cu = torch.arange(0, requests * each + 1, each, dtype=torch.int32, device=device)
+        cu = equal_starts(batch, batch.batch_size, each)
     else:
-        assert batch.extend_seq_lens is not None
-        cu, most = cu_seqlens(batch.extend_seq_lens), longest_extend(batch)
+        cu, most = query_starts(batch), longest_extend(batch)
     # A row's first columns are the encoder's: its table is that of a request of encoder_lens tokens.
     encoder = replace(batch, seq_lens=batch.encoder_lens, seq_lens_cpu=batch.encoder_lens_cpu)
     table, row_index, lens = paged_view(encoder, config, "full")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from fa_fast.planning.page_table import paged_view
+from fa_fast.planning.ragged import equal_starts
 from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind, window_left
 from fa_ref.api.bounds import decode_reach, longest_request, pool_of
 
@@ -26,7 +25,7 @@ def plan_decode(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
             page_table=table,
             row_index=row_index,
             cache_seqlens=lens,
-            cu_seqlens_q=torch.arange(batch.batch_size + 1, dtype=torch.int32, device=table.device),
+            cu_seqlens_q=equal_starts(batch, batch.batch_size, 1),
             max_seqlen_q=1,
             max_seqlen_k=longest if reach is None else min(longest, reach),
             causal=True,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_fast.planning.fixed import as_int32
 from fa_ref.api import BackendConfig, ForwardBatch
 from fa_ref.api.checks import req_to_token
 
@@ -23,7 +24,7 @@ def paged_view(
     whole = left < 0 and chunk == 0
     if whole and pool == "full" and config.page_size == 1:
         lens = batch.seq_lens if batch.seq_lens_cpu is not None else batch.seq_lens.clamp(max=slots.shape[1])
-        return slots, batch.req_pool_indices.to(torch.int32, copy=True), lens.to(torch.int32, copy=True)
+        return slots, as_int32(batch, batch.req_pool_indices), as_int32(batch, lens)
     pages = -(-slots.shape[1] // config.page_size)
     kv_pool: Any = batch.token_to_kv_pool or config.token_to_kv_pool
     table, lens = gather_pages(

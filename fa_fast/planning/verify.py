@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_fast.planning.extend import plan_extend
+from fa_fast.planning.extend import chain_as_extend, plan_extend
 from fa_fast.planning.speculative import prefix_pass, within_kind
 from fa_ref.api import AttentionPass, BackendConfig, ForwardBatch, LayerKind, TreePass, VerifyInput, window_left
 from fa_ref.api.bounds import pool_of
@@ -19,7 +19,7 @@ def plan_verify(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
     verify = batch.spec_info
     assert isinstance(verify, VerifyInput)
     if verify.custom_mask is None:
-        return plan_extend(batch.as_extend(), config, kind)
+        return plan_extend(chain_as_extend(batch), config, kind)
     kv_pool: Any = batch.token_to_kv_pool or config.token_to_kv_pool
     pool = pool_of(kind, config)
     ancestors, depth, slots = tree_tables(
@@ -30,8 +30,7 @@ def plan_verify(batch: ForwardBatch, config: BackendConfig, kind: LayerKind) -> 
         drafts=verify.draft_token_num,
         mapping=kv_pool.full_to_swa_index_mapping if pool == "swa" else None,
     )
-    position = batch.seq_lens[:, None] + depth
-    allowed = within_kind(kind, config, position, position)
+    allowed = within_kind(kind, config, batch, depth, depth)
     tree = TreePass(
         slots=slots,
         mask=ancestors if allowed is None else ancestors & allowed,
