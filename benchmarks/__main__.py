@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla", "graphs")}  # modules: DEVICE_NAME.py
+SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla", "steps")}  # modules: DEVICE_NAME.py
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SUITES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suite", help="attention, speculation, mla or graphs; all that the device has without it")
+    parser.add_argument("--suite", help="attention, speculation, mla or steps; all that the device has without it")
     parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", help="write the results to this file")
@@ -32,17 +32,19 @@ def main() -> None:
     known = SUITES[args.device]
     if args.suite not in (None, *known):
         parser.error(f"--suite {args.suite} on {args.device}; there are {', '.join(known)}")
-    for suite in [args.suite] if args.suite else known:
-        for row in import_module(f"benchmarks.{args.device}_{suite}").rows(args.device, only=args.only):
-            rows.append(row.as_dict())
-            print(
-                f"{row.ratio:7.2f}x  {row.ours_us:10.1f} us against {row.peer_us:10.1f}  {row.row}  [{row.peer}]",
-                flush=True,
-            )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(environment(args.device, args.threads, args.commit) | {"rows": rows}, file, indent=1)
-            file.write("\n")
+    try:
+        for suite in [args.suite] if args.suite else known:
+            for row in import_module(f"benchmarks.{args.device}_{suite}").rows(args.device, only=args.only):
+                rows.append(row.as_dict())
+                print(
+                    f"{row.ratio:7.2f}x  {row.ours_us:10.1f} us against {row.peer_us:10.1f}  {row.row}  [{row.peer}]",
+                    flush=True,
+                )
+    finally:  # what was measured before an error is kept
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(environment(args.device, args.threads, args.commit) | {"rows": rows}, file, indent=1)
+                file.write("\n")
 
 
 def environment(device: str, threads: int, commit: str | None) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 Work = Callable[[], Any]
 ROUNDS = 7
@@ -26,9 +28,14 @@ class Row:
     spread: float  # of ours: (max - min) / median over the rounds
     floor_us: float | None = None  # the bytes or products that must be done, over the ceiling measured in this run
     note: str = ""
+    host_us: tuple[float, float] | None = None  # until the call returns, ours and the peer's; rows of whole steps
+    launches: tuple[int, int] | None = None  # outside of graphs, likewise
+    waits: tuple[int, int] | None = None  # calls that wait for the device, likewise
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON takes it, without what was not measured."""
+        kept = ("floor_us", "note")
+        return {name: value for name, value in asdict(self).items() if value is not None or name in kept}
 
 
 def row(
@@ -115,6 +122,74 @@ def clock_rounds(*works: Work) -> list[list[float]]:
             work()
             kept.append((time.perf_counter() - started) * 1e6)
     return times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocked:
+    """One work by the clock, started on an idle device; microseconds, an entry a round."""
+
+    whole: list[float]  # from the call until the device is idle again
+    host: list[float]  # until the call returns
+
+
+def clock_steps(*works: Work, calls: int = 5) -> list[Clocked]:
+    """Medians of some calls of each work, once per round, rounds interleaved."""
+    found = [Clocked(whole=[], host=[]) for _ in works]
+    for work in works:
+        work()
+    for _ in range(ROUNDS):
+        for work, kept in zip(works, found, strict=True):
+            whole, host = zip(*(_clocked(work) for _ in range(calls)), strict=True)
+            kept.whole.append(statistics.median(whole))
+            kept.host.append(statistics.median(host))
+    return found
+
+
+def _clocked(work: Work) -> tuple[float, float]:
+    _wait()
+    started = time.perf_counter()
+    work()
+    returned = time.perf_counter()
+    _wait()
+    return (time.perf_counter() - started) * 1e6, (returned - started) * 1e6
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Calls(NamedTuple):
+    """Calls of the CUDA runtime that a work makes."""
+
+    launches: int  # kernels, copies and fills, outside of graphs
+    graphs: int
+    waits: int  # for the device, a stream or an event
+
+
+def calls_of(works: dict[str, Work]) -> dict[str, Calls]:
+    """The calls of one run of each work, from one profile of all. It slows what is timed later in the same process."""
+    for work in works.values():
+        work()
+    _wait()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as found:
+        for name, work in works.items():
+            with record_function(name):
+                work()
+            _wait()
+    events = [event for event in found.events() if event.device_type == DeviceType.CPU]
+    spans = {event.name: event.time_range for event in events if event.name in works}
+    return {name: _calls_within(spans[name], events) for name in works}
+
+
+def _calls_within(span: Any, events: list[Any]) -> Calls:
+    names = [event.name for event in events if span.start <= event.time_range.start <= span.end]
+    return Calls(
+        launches=sum(name.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset")) for name in names),
+        graphs=sum(name.startswith("cudaGraphLaunch") for name in names),
+        waits=sum(name.startswith("cuda") and "Synchronize" in name for name in names),
+    )
 
 
 def read_ceiling_bytes_per_us() -> float:

@@ -82,6 +82,28 @@ def test_the_performance_page_is_what_its_generator_says():
     assert page("performance") == extension("performance").page() + "\n", "run make generate"
 
 
+def test_the_picture_of_whole_steps_is_the_one_of_the_stored_run():
+    performance = extension("performance")
+    committed = DOCS / performance.PICTURE
+    found = committed.read_text(encoding="utf-8") if committed.exists() else None
+    assert found == performance.pictured(performance.results()), "run make generate"
+
+
+def test_whole_steps_are_drawn_and_say_what_they_cost_beside_their_graph():
+    performance = extension("performance")
+    row = dict(row="step: decode 1 x 4K", peer="a plain replay: x", ours_us=400.0, peer_us=560.0, ratio=1.4,
+               spread=0.01, floor_us=None, note="")  # fmt: skip
+    step = row | dict(host_us=[9.0, 80.0], launches=[0, 5], waits=[0, 1])
+    run = dict(device="x", versions={}, cuda="13.0", python="3", commit="0" * 12, rows=[step, row | {"row": "other"}])
+    text = performance.section("steps.json", run)
+    assert "![Attention of a whole step" in text and "_static/steps.svg" in text
+    assert "| 9.00 µs / 80.0 µs | 0 / 5 | 0 / 1 |" in text and "| floor | host | launches | waits | note |" in text
+    assert repr(performance.picture(run)).splitlines()[1:] == ["decode 1 x 4K: 400 µs  " + 30 * "#" + " 1.4 x"]
+    plain = performance.section("other.json", run | {"rows": [row]})
+    assert "![" not in plain and "| floor | note |" in plain
+    assert performance.picture(run | {"rows": [row]}) is None
+
+
 def test_every_row_below_one_is_explained():
     performance = extension("performance")
     slow = [row for run in performance.results().values() for row in run["rows"] if row["ratio"] < 1]

@@ -120,6 +120,8 @@ def write_pages(app: Sphinx) -> None:
     for name, page in PAGES.items():
         write_if_changed(source / "generated" / f"{name}.md", page() + "\n")
     write_if_changed(source / "performance.md", performance.page() + "\n")
+    if svg := performance.pictured(performance.results()):
+        write_if_changed(source / performance.PICTURE, svg)
     kept = set()
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         copy = source / "notebooks" / notebook.name

@@ -1,4 +1,4 @@
-"""docs/performance.md: the stored measurements as tables, and what the rows below 1.0 are.
+"""docs/performance.md: the stored measurements as tables, what the rows below 1.0 are, and a picture of whole steps.
 
     python docs/_ext/performance.py docs/performance.md
 
@@ -14,6 +14,10 @@ from typing import Any
 
 from markdown_text import table
 
+from fa_ref import show
+from fa_ref.show import Picture
+
+PICTURE = Path("_static") / "steps.svg"  # beside the page
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results"
 # Why a row may be slower than its peer, by how its name begins, for rows that are more than their spread away from 1.
 REASONS = {
@@ -52,6 +56,7 @@ def page() -> str:
 def section(name: str, run: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     cuda = f", CUDA {run['cuda']}" if run["cuda"] else ""
+    head = ["row", "peer", "ours", "peer's", "ratio", "spread", "floor", "note"]
     rows = [
         [
             row["row"],
@@ -65,14 +70,55 @@ def section(name: str, run: dict[str, Any]) -> str:
         ]
         for row in run["rows"]
     ]
+    drawn = picture(run)
+    if drawn is not None:
+        head[7:7] = ["host", "launches", "waits"]
+        rows = [[*cells[:7], *around(row), cells[7]] for row, cells in zip(run["rows"], rows, strict=True)]
     parts = [
         f"## {run['device'].replace('1 threads', '1 thread')}",
         f"Python {run['python']}, {versions}{cuda}. Commit `{run['commit'][:12]}`, file `benchmarks/results/{name}`.",
-        table(["row", "peer", "ours", "peer's", "ratio", "spread", "floor", "note"], rows),
+        drawn and f"![{drawn.title}]({PICTURE.as_posix()})\n\n{AROUND}",
+        table(head, rows),
         below_one(run["rows"]),
         above_the_floor(run["rows"]),
     ]
     return "\n\n".join(filter(None, parts))
+
+
+AROUND = (
+    "Times of steps are by the clock, from the call until the GPU is idle; *host* is until the call returns. "
+    "*Launches* are kernels, copies and fills outside of graphs, *waits* calls that wait for the GPU. Of two numbers "
+    "the first is ours."
+)
+
+
+def around(row: dict[str, Any]) -> list[str]:
+    """What a step costs beside its graph, ours and the peer's."""
+    host, launches, waits = (row.get(name) for name in ("host_us", "launches", "waits"))
+    return [
+        " / ".join(map(time, host)) if host else "",
+        *(" / ".join(map(str, pair)) if pair else "" for pair in (launches, waits)),
+    ]
+
+
+def picture(run: dict[str, Any]) -> Picture | None:
+    """How many times faster whole steps are than plain ones; None for a run without such rows."""
+    steps = [row for row in run["rows"] if row.get("host_us") and row["peer"].startswith("a plain replay")]
+    if not steps:
+        return None
+    return show.bars(
+        [f"{row['row'].removeprefix('step: ')}: {time(row['ours_us'])}" for row in steps],
+        [round(row["ratio"], 2) for row in steps],
+        "x",
+        title="Attention of a whole step: its time, and how many times faster it is than a plain replay",
+    )
+
+
+def pictured(runs: dict[str, dict[str, Any]]) -> str | None:
+    """The SVG that the page shows, if a run has whole steps."""
+    drawn = [found for run in runs.values() if (found := picture(run)) is not None]
+    assert len(drawn) <= 1, "one picture: store one run of whole steps"
+    return drawn[0]._repr_svg_() + "\n" if drawn else None
 
 
 def below_one(rows: list[dict[str, Any]]) -> str:
@@ -114,4 +160,7 @@ def time(microseconds: float) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page() + "\n", encoding="utf-8")
+    target = Path(sys.argv[1])
+    target.write_text(page() + "\n", encoding="utf-8")
+    if svg := pictured(results()):
+        (target.parent / PICTURE).write_text(svg, encoding="utf-8")
