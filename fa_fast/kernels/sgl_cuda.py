@@ -193,11 +193,18 @@ def merge_state(
     return launch(out_a, lse_a, out_b, lse_b, out)
 
 
-def tree_attention(*arguments: Any, **named: Any) -> Tensor:
-    """Suffix and merge of a cascade in one Triton kernel; arguments of kernels.tree.tree_attention_torch."""
-    from fa_fast.triton_ops.tree_attention import tree_attention as launch
+def short_key_attention(*arguments: Any, **named: Any) -> Tensor:
+    """The keys of a window or of a tree in one Triton kernel; arguments of kernels.short_keys' definition."""
+    from fa_fast.triton_ops.short_keys import short_key_attention as launch
 
     return launch(*arguments, **named)
+
+
+def prefers_short_keys(
+    *, requests: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, page_size: int
+) -> bool:
+    """Whether the kernel of short keys is the faster one for `keys` keys a request, as measured on an H200."""
+    return keys <= 256
 
 
 def _quantized(
