@@ -416,15 +416,13 @@ class FlashAttentionBackend:
         else:
             requests, queries, drafts = tree.mask.shape
             windowed, keys = step.cut_to_window >= 0, step.cut_to_window + drafts
-        geometry = on.geometry
         return windowed and prefers(
             requests=requests,
             queries=queries,
             keys=min(keys, step.max_seqlen_k + queries),
-            heads=geometry.heads,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            page_size=step.page_size,
+            kv_heads=on.geometry.kv_heads,
+            dim=max(on.geometry.head_dim, on.geometry.v_head_dim),
+            tree=tree is not None,
         )
 
     def _short_keys(

@@ -200,13 +200,6 @@ def short_key_attention(*arguments: Any, **named: Any) -> Tensor:
     return launch(*arguments, **named)
 
 
-def prefers_short_keys(
-    *, requests: int, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int, page_size: int
-) -> bool:
-    """Whether the kernel of short keys is the faster one for `keys` keys a request, as measured on an H200."""
-    return keys <= 256
-
-
 def _quantized(
     q: Tensor, cu_seqlens_q: Tensor | None, q_descale: Tensor | None, kv_heads: int
 ) -> tuple[Tensor, Tensor]:

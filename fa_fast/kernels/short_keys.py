@@ -1,6 +1,11 @@
-"""Attention over the few keys of a window or of a tree of drafts, merged with what came before: the definition."""
+"""Attention over the few keys of a window or of a tree of drafts, merged with what came before: the definition.
+
+The kernel is triton_ops.short_keys.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -104,3 +109,17 @@ def _gathered(cache: Tensor, slots: Tensor, scale: Tensor | None, wide: torch.dt
     picked = cache.view(torch.uint8)[slots.long()].view(FP8) if cache.dtype == FP8 else cache[slots.long()]
     values = picked.to(wide)
     return values * head_scale(scale, values.device) if cache.dtype == FP8 else values
+
+
+def is_faster(*, requests: int, queries: int, keys: int, kv_heads: int, dim: int, tree: bool) -> bool:
+    """Whether the Triton kernel beats FA3 over `keys` keys a request, by estimates in microseconds.
+
+    tree: against FA3 over the window's keys once a query, another pass over the drafts, and a merge. The constants fit
+    measurements on an H200: a program walks its keys in turn, FA3 divides long walks but costs more to start.
+    """
+    megabytes = requests * keys * kv_heads * dim * 4 / 1e6
+    walk = keys * dim * (0.0002 if queries == 1 else 0.0004)
+    ours = 2 + math.hypot(walk, megabytes / (3.5 if queries == 1 else 2))
+    if tree:
+        return ours < 15 + queries * megabytes / 4
+    return 1.15 * ours < (7 if queries == 1 else 8) + megabytes / 3

@@ -51,7 +51,7 @@ def _fold(
 @triton.jit
 def _kernel(
     q, k_cache, v_cache, table, row_index, lens, slots, mask, sinks, k_scale, v_scale, prefix_out, prefix_lse, out,
-    queries, each, left, page_size, drafts, group, dim, v_dim, softmax_scale, softcap,
+    queries, each, left, page_size, drafts, kv_heads, group, dim, v_dim, softmax_scale, softcap,
     q_token, k_slot, k_head, v_slot, v_head, table_row, mask_request, mask_query,
     p_token, p_head, l_token, l_head, o_token,
     CACHED: tl.constexpr, INDEXED: tl.constexpr, CAUSAL: tl.constexpr, DRAFTS: tl.constexpr,
@@ -59,8 +59,9 @@ def _kernel(
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, ISOLATE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DRAFT_KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
 ):  # fmt: skip
-    request, kv_head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row = block * ROWS + tl.arange(0, ROWS)  # query * group + head in the group
+    # The heads of a request are neighbours: a slot's keys of all heads lie side by side.
+    request, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), tl.program_id(0) % kv_heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query * group + head in the group
     valid = row < queries * group
     query, head = row // group, kv_head * group + row % group
     token = request * queries + query
@@ -175,10 +176,11 @@ def short_key_attention(
     prefix = prefix_out is not None and prefix_lse is not None
     before, lse = (prefix_out, prefix_lse) if prefix else (out, out)
     optional = (page_table, row_index, cache_seqlens, slots, mask, sinks, k_scale, v_scale)
-    tiles = _tiles(queries * group, drafts)
-    _kernel[(requests, kv_heads, triton.cdiv(queries * group, tiles["ROWS"]))](
+    dims = triton.next_power_of_2(dim), triton.next_power_of_2(v_dim)
+    tiles = _tiles(requests * kv_heads, queries * group, drafts, max(dims))
+    _kernel[(requests * kv_heads, triton.cdiv(queries * group, tiles["ROWS"]))](
         q, k_cache, v_cache, *(out if one is None else one for one in optional), before, lse, out,
-        queries, queries // depths, window_left, page_size, drafts, group, dim, v_dim, softmax_scale, softcap,
+        queries, queries // depths, window_left, page_size, drafts, kv_heads, group, dim, v_dim, softmax_scale, softcap,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         page_table.stride(0) if cached else 0, *mask_strides,
         before.stride(0), before.stride(1), lse.stride(0), lse.stride(1), out.stride(0),
@@ -187,16 +189,23 @@ def short_key_attention(
         K_PER_HEAD=0 if k_scale is None or k_scale.numel() == 1 else 1,
         V_PER_HEAD=0 if v_scale is None or v_scale.numel() == 1 else 1,
         ISOLATE=queries > 1 or drafts > 0,  # one query sees every key that is read
-        DIM=triton.next_power_of_2(dim), V_DIM=triton.next_power_of_2(v_dim), **tiles,
+        DIM=dims[0], V_DIM=dims[1], **tiles,
     )  # fmt: skip
     return out
 
 
-def _tiles(rows: int, drafts: int) -> dict[str, int]:
-    """Sizes of a program's blocks, as measured on an H200."""
+def _tiles(programs: int, rows: int, drafts: int, dim: int) -> dict[str, int]:
+    """Sizes of a program's blocks, as measured on an H200: large ones for latency, small ones once it is full."""
+    if programs * dim <= 48 * 1024:
+        keys, warps, stages = (128, 4, 1) if dim <= 128 else (64, 4, 3)
+    else:
+        keys, warps, stages = (64, 2, 2) if dim <= 128 else (32, 2, 4)
+    if rows > 16 or drafts:
+        warps, stages = 4, min(stages, 2)
     return dict(
         ROWS=max(16, min(64, triton.next_power_of_2(rows))),
-        KEYS=64,
+        KEYS=keys,
         DRAFT_KEYS=max(16, min(64, triton.next_power_of_2(max(drafts, 1)))),
-        num_warps=4,
+        num_warps=warps,
+        num_stages=stages,
     )
