@@ -394,31 +394,75 @@ class FlashAttentionBackend:
             for step in passes:
                 out.index_copy_(0, step.token_index.long(), self._call(step, on.rows(step.token_index), False))
             return out
-        if len(passes) == 1:
-            return self._call(passes[0], on, False)
         tree = passes[-1] if isinstance(passes[-1], TreePass) else None
         parts = passes[:-1] if tree is not None else passes
+        if len(parts) == 1 and self._is_short(parts[0], tree, on):
+            return self._short_keys(on, tree, cached=parts[0])
+        if len(passes) == 1:
+            return self._call(passes[0], on, False)
         out, lse = self._call(parts[0], on, True)
         for step in parts[1:]:
             out, lse = self.kernels.merge_state(out, lse, *self._call(step, on, True))
-        return out if tree is None else self._tree(tree, on, out, lse)
+        return out if tree is None else self._short_keys(on, tree, prefix_out=out, prefix_lse=lse)
 
-    def _tree(self, step: TreePass, on: _Operands, prefix_out: Tensor, prefix_lse: Tensor) -> Tensor:
-        """The draft tokens under their tree mask, joined with the prefix's state in the same kernel."""
+    def _is_short(self, step: AttentionPass, tree: TreePass | None, on: _Operands) -> bool:
+        """Whether a window's keys, with the drafts behind them, are few enough for the kernel of short keys."""
+        prefers, left = self.kernels.prefers_short_keys, on.geometry.window_left
+        if prefers is None or self.config.deterministic or on.qv is not None:
+            return False
+        if tree is None:
+            requests, queries, keys = step.sequences, step.max_seqlen_q, left + step.max_seqlen_q
+            windowed = step.uses_window and requests * queries == on.q.shape[0]  # as many in every request
+        else:
+            requests, queries, drafts = tree.mask.shape
+            windowed, keys = step.cut_to_window >= 0, step.cut_to_window + drafts
+        return windowed and prefers(
+            requests=requests,
+            queries=queries,
+            keys=min(keys, step.max_seqlen_k + queries),
+            kv_heads=on.geometry.kv_heads,
+            dim=max(on.geometry.head_dim, on.geometry.v_head_dim),
+            tree=tree is not None,
+        )
+
+    def _short_keys(
+        self,
+        on: _Operands,
+        tree: TreePass | None,
+        cached: AttentionPass | None = None,
+        prefix_out: Tensor | None = None,
+        prefix_lse: Tensor | None = None,
+    ) -> Tensor:
+        """Cached keys of a window and drafts under their tree mask, joined with a prefix's state, in one kernel."""
         fp8 = on.keys.dtype == FP8
-        return self.kernels.tree_attention(
-            on.q if on.qv is None else torch.cat([on.qv, on.q], dim=-1),
+        q = on.q if on.qv is None else torch.cat([on.qv, on.q], dim=-1)
+        keys: dict[str, Any] = {}
+        if cached is not None:
+            keys |= dict(
+                page_table=cached.page_table,
+                row_index=cached.row_index if tree is None else None,
+                cache_seqlens=cached.cache_seqlens,
+                page_size=cached.page_size,
+                causal=cached.causal,
+                window_left=on.geometry.window_left if cached.uses_window else -1,
+            )
+        if tree is not None:
+            keys |= dict(slots=tree.slots, mask=tree.mask)
+        last = tree or cached
+        assert last is not None
+        return self.kernels.short_key_attention(
+            q,
             on.keys,
             on.values,
-            step.slots,
-            step.mask,
+            queries=cached.max_seqlen_q if tree is None and cached is not None else tree.mask.shape[1],
             softmax_scale=on.layer.scaling,
             softcap=on.geometry.softcap,
-            sinks=on.sinks if step.takes_sinks else None,
+            sinks=on.sinks if last.takes_sinks else None,
             k_scale=head_scale(on.layer.k_scale, on.q.device) if fp8 else None,
             v_scale=head_scale(on.layer.v_scale, on.q.device) if fp8 else None,
             prefix_out=prefix_out,
             prefix_lse=prefix_lse,
+            **keys,
         )
 
     def _call(self, step: AttentionPass, on: _Operands, return_lse: bool) -> Any:

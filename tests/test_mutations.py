@@ -558,24 +558,24 @@ def test_a_base_2_lse_of_a_prefix_is_noticed(mode, way, route, monkeypatch):
 def spreading(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Tree attention that weighs the hidden values by zero: 0 x NaN reaches every query of the request."""
 
-    def broken(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, mask: Tensor, **named: Any) -> Tensor:
-        leak = (v[slots.long()] * 0).sum(dim=(1, 2)).repeat_interleave(mask.shape[1], dim=0)
-        return right(q, k, v, slots, mask, **named) + leak[:, None]
+    def broken(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        leak = (v[named["slots"].long()] * 0).sum(dim=(1, 2)).repeat_interleave(named["queries"], dim=0)
+        return right(q, k, v, **named) + leak[:, None]
 
     return broken
 
 
 def dropping(right: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Tree attention that takes a bad value for 0, also for those who see it."""
-    return lambda q, k, v, *rest, **named: right(q, k, v.nan_to_num(0.0), *rest, **named)
+    return lambda q, k, v, **named: right(q, k, v.nan_to_num(0.0), **named)
 
 
 def as_attention(change: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
     """The same changes to the reference's attention of one request."""
 
     def broken(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **named: Any) -> Any:
-        changed = change(lambda q, k, v, slots, mask: right(q, k, v, mask[0], **named).out)
-        out = changed(q, k, v, torch.arange(len(k))[None], mask[None])
+        changed = change(lambda q, k, v, slots, mask, queries: right(q, k, v, mask[0], **named).out)
+        out = changed(q, k, v, slots=torch.arange(len(k))[None], mask=mask[None], queries=len(q))
         return right(q, k, v, mask, **named)._replace(out=out)
 
     return broken
@@ -598,7 +598,7 @@ def test_nan_that_reaches_a_hidden_branch_or_nobody_is_noticed(change, mode, rou
         monkeypatch.setattr(fa_ref.backend, "attention", as_attention(change, fa_ref.backend.attention))
     else:
         kernels = fa_fast.FlashAttentionBackend(case.config).kernels
-        monkeypatch.setattr(kernels, "tree_attention", change(kernels.tree_attention))
+        monkeypatch.setattr(kernels, "short_key_attention", change(kernels.short_key_attention))
     assert not torch.equal(lost(), expected)
 
 

@@ -1,12 +1,16 @@
 """Every Triton kernel against its torch definition: in the interpreter on a CPU, compiled on a GPU."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from fa_fast.kernels.short_keys import short_key_attention_torch
 from fa_fast.kernels.torch_cpu import merge_state as merge_state_torch
-from fa_fast.kernels.tree import tree_attention_torch
 from fa_fast.planning.local import virtual_batch_count, virtual_batches_torch
 from fa_fast.planning.page_table import gather_pages_torch
 from fa_fast.planning.verify import tree_tables_torch
@@ -19,8 +23,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 from fa_fast.triton_ops.gather_pages import gather_pages  # noqa: E402
 from fa_fast.triton_ops.merge_state import merge_state  # noqa: E402
 from fa_fast.triton_ops.quantize_q import quantize_q, quantize_q_torch  # noqa: E402
+from fa_fast.triton_ops.short_keys import short_key_attention  # noqa: E402
 from fa_fast.triton_ops.store_kv import store_kv  # noqa: E402
-from fa_fast.triton_ops.tree_attention import tree_attention  # noqa: E402
 from fa_fast.triton_ops.tree_tables import tree_tables  # noqa: E402
 from fa_fast.triton_ops.virtual_batches import virtual_batches  # noqa: E402
 
@@ -204,7 +208,7 @@ TREES = [(1, 1, 1), (3, 5, 5), (2, 4, 12), (2, 17, 17), (1, 70, 70)]  # requests
 
 
 def tree_problem(device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8):
-    """Arguments of tree_attention: random trees with a row that sees no draft, and one without a prefix."""
+    """Arguments of short_key_attention: random trees with a row that sees no draft, and one without a prefix."""
     gen = _generator(requests * drafts + dim)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter's dot does not know bf16
     cache_dtype = FP8 if fp8 else dtype
@@ -222,19 +226,19 @@ def tree_problem(device, heads, kv_heads, dim, v_dim, requests, queries, drafts,
         named |= dict(softcap=3.0, sinks=torch.randn(heads, generator=gen).to(device))
     if fp8:
         named |= dict(k_scale=scales(device, kv_heads, 1), v_scale=scales(device, 1, 2))
-    return (q, k_cache, v_cache, slots, mask.to(device)), named
+    return (q, k_cache, v_cache), named | dict(slots=slots, mask=mask.to(device), queries=queries)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(4, 2, 64, 64), (3, 1, 80, 48), (8, 8, 128, 128)])
 @pytest.mark.parametrize(("requests", "queries", "drafts"), TREES)
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["cache", "fp8-cache"])
-def test_tree_attention_equals_its_definition(
+def test_short_key_attention_equals_its_definition(
     device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8
 ):
     arguments, named = tree_problem(device, heads, kv_heads, dim, v_dim, requests, queries, drafts, extras, fp8)
-    ours = tree_attention(*arguments, **named)
-    definition = tree_attention_torch(*arguments, **named)
+    ours = short_key_attention(*arguments, **named)
+    definition = short_key_attention_torch(*arguments, **named)
     loose = 0.04 if device == "cuda" else 1e-5
     torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose / 2)
     error, size = (ours.float() - definition.float()).norm(), definition.float().norm()
@@ -242,7 +246,7 @@ def test_tree_attention_equals_its_definition(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
-@pytest.mark.parametrize("attend", [tree_attention, tree_attention_torch])
+@pytest.mark.parametrize("attend", [short_key_attention, short_key_attention_torch])
 @pytest.mark.parametrize(
     ("fp8", "value"), [(False, math.nan), (False, math.inf), (False, -math.inf), (True, math.nan)], ids=str
 )
@@ -254,7 +258,7 @@ def test_a_bad_draft_changes_no_bit_of_the_queries_that_do_not_see_it(
 ):
     """One number of key head 1 in each request's last draft: its readers lose heads 2 and 3, nothing else changes."""
     arguments, named = tree_problem(device, 4, 2, 80, 48, requests, queries, drafts, extras, fp8)
-    _, k_cache, v_cache, slots, mask = arguments
+    (_, k_cache, v_cache), slots, mask = arguments, named["slots"], named["mask"]
     right = attend(*arguments, **named)
     bad = slots[:, -1]
     cache = k_cache if where == "keys" else v_cache
@@ -263,10 +267,105 @@ def test_a_bad_draft_changes_no_bit_of_the_queries_that_do_not_see_it(
     sees = (mask & torch.isin(slots, bad)[:, None, :]).any(dim=-1).flatten()
     assert torch.equal(out[~sees], right[~sees])
     assert torch.equal(out[:, :2], right[:, :2])
-    read_as_480 = fp8 and attend is tree_attention and device == "cpu"  # e4m3's NaN, by the interpreter
+    read_as_480 = fp8 and attend is short_key_attention and device == "cpu"  # e4m3's NaN, by the interpreter
     infinite_key = where == "keys" and math.isinf(value)
     if not read_as_480 and not infinite_key:  # a score of -inf is a key that weighs nothing
         assert out[sees][:, 2:].isnan().all()
+
+
+WINDOWS = {  # of cached keys: what a decode, a chain of drafts and a tree ask for
+    "decode": dict(queries=1, causal=True, window_left=9),
+    "decode-whole": dict(queries=1, causal=True, window_left=-1),
+    "chain": dict(queries=5, causal=True, window_left=6),
+    "wide-chain": dict(queries=20, causal=True, window_left=70),
+    "tree": dict(queries=6, causal=False, drafts=6),
+    "branches": dict(queries=3, causal=False, drafts=12, depths=1),
+}
+
+
+def window_problem(device, form, page_size, requests, fp8=False, heads=4, kv_heads=2, dim=64, v_dim=64, extras=False):
+    """Arguments of short_key_attention over a page table: random pages, lengths from the shortest there is."""
+    shape = dict(WINDOWS[form])
+    queries, drafts = shape["queries"], shape.pop("drafts", 0)
+    depths = shape.pop("depths", queries if drafts else 1)
+    gen = _generator(requests * page_size + queries)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cache_dtype, width = FP8 if fp8 else dtype, -(-150 // page_size)
+    pages = 2 * requests * width
+    q = torch.randn(requests * queries, heads, dim, generator=gen).to(device, dtype)
+    k_cache, v_cache = (
+        torch.randn(pages * page_size, kv_heads, n, generator=gen).to(device).to(cache_dtype) for n in (dim, v_dim)
+    )
+    table = torch.randperm(pages, generator=gen)[: requests * width].view(requests, width).to(device, torch.int32)
+    shortest = queries if shape["causal"] else 0
+    lens = torch.randint(shortest, 140, (requests * depths,), generator=gen).to(device, torch.int32)
+    lens[0] = shortest
+    named: dict[str, Any] = shape | dict(
+        softmax_scale=dim**-0.5, page_table=table, cache_seqlens=lens, page_size=page_size
+    )
+    if shape["causal"]:
+        order = torch.randperm(requests, generator=gen)
+        named |= dict(page_table=table[order.argsort().to(device)], row_index=order.to(device, torch.int32))
+    if drafts:
+        slots = torch.randint(0, pages * page_size, (requests, drafts), generator=gen).to(device, torch.int32)
+        mask = torch.rand(requests, queries, drafts, generator=gen) < 0.5
+        named |= dict(slots=slots, mask=mask.to(device))
+    if extras:
+        named |= dict(softcap=3.0, sinks=torch.randn(heads, generator=gen).to(device))
+    if fp8:
+        named |= dict(k_scale=scales(device, kv_heads, 1), v_scale=scales(device, 1, 2))
+    return (q, k_cache, v_cache), named
+
+
+@pytest.mark.parametrize(("page_size", "requests"), [(1, 3), (16, 5), (48, 2)])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "softcap-sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["cache", "fp8-cache"])
+@pytest.mark.parametrize("form", WINDOWS)
+def test_keys_of_a_page_table_equal_the_definition(device, form, fp8, extras, page_size, requests):
+    sizes = dict(heads=6, kv_heads=2, dim=80, v_dim=48) if page_size == 16 else {}
+    arguments, named = window_problem(device, form, page_size, requests, fp8, extras=extras, **sizes)
+    ours, definition = short_key_attention(*arguments, **named), short_key_attention_torch(*arguments, **named)
+    loose = 0.04 if device == "cuda" else 1e-5
+    torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose / 2)
+    error, size = (ours.float() - definition.float()).norm(), definition.float().norm()
+    assert error <= loose / 6 * size
+
+
+@pytest.mark.parametrize("form", WINDOWS)
+def test_a_cached_key_outside_a_query_s_window_changes_no_bit_of_it(device, form):
+    """Each cached value in turn is NaN in one request: the queries that see it are NaN, and no other changes."""
+    (q, k_cache, v_cache), named = window_problem(device, form, 1, 3)
+    right = short_key_attention(q, k_cache, v_cache, **named)
+    sees = reads(named)
+    for key in (0, 1, 60, 90, 139):
+        slot = int(named["page_table"][named.get("row_index", torch.arange(3))[1], key])
+        poisoned = v_cache.clone()
+        poisoned[slot] = math.nan
+        out = short_key_attention(q, k_cache, poisoned, **named)
+        expected = (sees == slot).any(dim=-1).flatten()
+        assert torch.equal(out.isnan().flatten(1).any(dim=1).cpu(), expected)
+        assert torch.equal(out[~expected.to(device)], right[~expected.to(device)])
+
+
+def reads(named: dict[str, Any]) -> Tensor:
+    """int [requests, queries, keys]: the slots that each query reads, counted out one by one; -1 elsewhere."""
+    table, lens, queries = named["page_table"].cpu(), named["cache_seqlens"].cpu(), named["queries"]
+    requests = len(named["slots"]) if "slots" in named else len(lens)
+    out = torch.full((requests, queries, 200), -1)
+    for request in range(requests):
+        row = table[named["row_index"][request]] if "row_index" in named else table[request]
+        for query in range(queries):
+            if named["causal"]:
+                end = int(lens[request]) - queries + query + 1
+            else:
+                end = int(lens.view(requests, -1)[request, query * len(lens) // requests // queries])
+            first = max(0, end - named["window_left"] - 1) if named.get("window_left", -1) >= 0 else 0
+            seen = row[first:end].tolist()
+            if "slots" in named:
+                drafts = zip(named["slots"][request].tolist(), named["mask"][request, query].tolist(), strict=True)
+                seen += [slot for slot, visible in drafts if visible]
+            out[request, query, : len(seen)] = torch.tensor(seen)
+    return out
 
 
 # ---- NaN, and index tensors that are views ------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Capability:
     lse: bool
     qv_dims: frozenset[tuple[int, int]] | None  # (qk head dim, v head dim) of a call with qv: MLA's rope and latent
     qv_dtypes: frozenset[torch.dtype]  # of the cache in such a call
-    qv_trees: bool  # tree_attention takes a row [latent | rope] as key and its front as value
+    qv_trees: bool  # short_key_attention takes a row [latent | rope] as key and its front as value
     window: bool
     out: bool  # writes into a caller's `out=`
     attention_chunk: bool

@@ -22,7 +22,8 @@ class Provider(Protocol):
     flash_attn_with_kvcache: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
     merge_state: Callable[..., Any]
-    tree_attention: Callable[..., Any]
+    short_key_attention: Callable[..., Any]
+    prefers_short_keys: Callable[..., bool] | None  # whether it beats the two calls for a window of this shape
     get_scheduler_metadata: Callable[..., Any] | None
 
 

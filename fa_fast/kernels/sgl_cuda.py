@@ -193,9 +193,9 @@ def merge_state(
     return launch(out_a, lse_a, out_b, lse_b, out)
 
 
-def tree_attention(*arguments: Any, **named: Any) -> Tensor:
-    """Suffix and merge of a cascade in one Triton kernel; arguments of kernels.tree.tree_attention_torch."""
-    from fa_fast.triton_ops.tree_attention import tree_attention as launch
+def short_key_attention(*arguments: Any, **named: Any) -> Tensor:
+    """The keys of a window or of a tree in one Triton kernel; arguments of kernels.short_keys' definition."""
+    from fa_fast.triton_ops.short_keys import short_key_attention as launch
 
     return launch(*arguments, **named)
 

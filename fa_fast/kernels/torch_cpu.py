@@ -17,7 +17,7 @@ from fa_fast.kernels._cpu_attend import Rows, run
 from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
 from fa_fast.kernels._cpu_visible import Visible
 from fa_fast.kernels.capability import Capability
-from fa_fast.kernels.tree import tree_attention_torch as tree_attention
+from fa_fast.kernels.short_keys import short_key_attention_torch as short_key_attention
 from fa_ref.api.arguments import check_lengths, check_longest, check_page_ids, check_rows, result_dtype, starts
 from fa_ref.api.checks import device_checks_enabled
 
@@ -49,8 +49,16 @@ def load() -> None:
     """Nothing to load: PyTorch is there."""
 
 
-__all__ = ["CAPABILITY", "flash_attn_varlen_func", "flash_attn_with_kvcache", "load", "merge_state", "tree_attention"]
+__all__ = [
+    "CAPABILITY",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "load",
+    "merge_state",
+    "short_key_attention",
+]
 
+prefers_short_keys = None  # the paths here are as fast for few keys
 get_scheduler_metadata = None  # there is no tile scheduler here: work is planned inside each call
 
 
