@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
 from fa_ref.api.checks import (
+    check_batch_size,
     check_locs,
     check_step,
     device_checks_enabled,
@@ -94,6 +96,7 @@ def plan_of(
 
 def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch unless `batch` is the one that was planned."""
+    check_batch_size(batch)
     check_locs(batch, config)
     req_to_token(batch, config)
     mode, size, loc, drafts = batch.forward_mode, batch.batch_size, batch.out_cache_loc, _drafts(batch)
@@ -116,6 +119,64 @@ def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfi
         found = value.tolist() if isinstance(value, Tensor) and not value.is_meta else value
         if found != planned:
             raise BadBatch(f"{name} is {found}, the planned batch has {planned}; plan every new batch")
+
+
+class PlannedBatch:
+    """A plan, and the batch that layers bring with it: read and compared with the plan once, not at every layer.
+
+    A server may change its own batch object in place. It is taken as the same while every field is the very object that
+    it was and, where values may be read, no tensor of it was written. With FA_CHECK=1 every layer's batch is compared.
+    """
+
+    batch: ForwardBatch  # as the layers last brought it; set by the first of them
+
+    def __init__(self, plan: AttentionPlan, config: BackendConfig, read: Callable[[Any], ForwardBatch]) -> None:
+        self.plan, self.config, self._read = plan, config, read
+        self._every_time = device_checks_enabled()
+        self._given: Any = None
+        self._frozen = False
+        self._state: list[Any] = []
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def of(self, given: Any) -> ForwardBatch:
+        """A layer's batch as a ForwardBatch. Raises BadBatch unless it is the planned one."""
+        if not self._is_known(given):
+            batch = self._read(given)
+            check_planned(self.plan, batch, self.config)
+            self.remember(given, batch)
+        return self.batch
+
+    def remember(self, given: Any, batch: ForwardBatch) -> None:
+        """Take `given`, which reads as `batch`, for the planned one: layers that bring it are not asked again."""
+        self.batch, self._given, self._frozen = batch, given, isinstance(given, ForwardBatch)
+        self._state = [] if self._frozen else _state(given)
+        watched = [getattr(batch, name) for name in _READ] if reads_values(self.config) else []
+        self._watched = [x for x in watched if isinstance(x, Tensor) and not x.is_inference()]  # these count no writes
+        self._versions = [x._version for x in self._watched]
+
+    def _is_known(self, given: Any) -> bool:
+        if self._given is None or self._every_time or (given is not self._given and given is not self.batch):
+            return False
+        if not self._frozen and given is self._given and not _all_same(_state(given), self._state):
+            return False
+        return [x._version for x in self._watched] == self._versions
+
+
+_FIELDS = tuple(f.name for f in fields(ForwardBatch))
+_READ = ("req_pool_indices", "seq_lens", "extend_seq_lens", "encoder_lens", "out_cache_loc", "encoder_out_cache_loc")
+_INFO = ("topk", "num_steps", "draft_token_num", "custom_mask")
+
+
+def _state(batch: Any) -> list[Any]:
+    """What a server's batch object holds in the fields that are read, its drafts' included."""
+    state = [getattr(batch, name, None) for name in _FIELDS]
+    info = getattr(batch, "spec_info", None)
+    return state if info is None else state + [getattr(info, name, None) for name in _INFO]
+
+
+def _all_same(found: list[Any], known: list[Any]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _drafts(batch: ForwardBatch) -> str:
