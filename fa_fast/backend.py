@@ -113,7 +113,7 @@ class FlashAttentionBackend(BatchPlanner):
             return q.new_zeros(query.shape[0], geometry.heads * geometry.v_head_dim)
         if not shared.attends_to_new:
             new_k = new_v = None
-        return self._run(shared.passes, Operands(query, qv, new_k, new_v, sinks, known)).flatten(1)
+        return self._run(shared.passes, Operands(query, qv, new_k, new_v, sinks, known)).reshape(query.shape[0], -1)
 
     def forward_extend(
         self,

@@ -15,7 +15,7 @@ from fa_ref.api import AttentionLayer, AttentionPlan, BackendConfig, ForwardBatc
 from fa_ref.api.bounds import key_rows, slots_to_write
 from fa_ref.api.checks import check_cut
 from fa_ref.api.encoder import check_encoder_writes
-from fa_ref.api.planned import PlannedBatch
+from fa_ref.api.planned import PlannedBatch, Snapshot
 from fa_ref.api.pools import FP8, head_scale
 
 _LAYER_FIELDS = (*(f.name for f in fields(AttentionLayer)), "attn_type")
@@ -41,31 +41,30 @@ class KnownLayer:
     def __init__(self, given: Any, layer: AttentionLayer, geometry: Geometry, pool: Any, sinks: bool) -> None:
         self.layer, self.geometry, self.scaling = layer, geometry, layer.scaling
         self._given, self._pool, self._sinks = given, pool, sinks
-        self._frozen, self._fields = isinstance(given, AttentionLayer), _fields(given)
+        self._frozen, self._fields = isinstance(given, AttentionLayer), Snapshot(given, _LAYER_FIELDS)
         self._read = pool.get_kv_buffer
         if geometry.latents and hasattr(pool, "get_key_buffer"):  # the latents are cut from the keys here, once
-            self._read = pool.get_key_buffer
-        self._buffers: Any = None
+            self._read = lambda layer_id: (pool.get_key_buffer(layer_id),)
+        self._buffers: tuple[Tensor, ...] = ()
 
     def is_for(self, given: Any, pool: Any, sinks: bool) -> bool:
         """Whether these are the layer and pool that were checked. A server may change its layer object in place."""
-        same = (given is self._given and self._frozen) or all(map(is_, _fields(given), self._fields))
+        same = (given is self._given and self._frozen) or self._fields.holds(given)
         return same and pool is self._pool and sinks == self._sinks
 
     def refresh(self) -> None:
         """Ask the pool for the layer's buffers: it may wait there until they are loaded, or have others by now."""
         found = self._read(self.layer.layer_id)
-        one, pair = isinstance(found, Tensor), isinstance(self._buffers, tuple)
-        if found is self._buffers if one else pair and all(map(is_, found, self._buffers)):
+        if self._buffers and all(map(is_, found, self._buffers)):
             return
-        self._buffers = found
-        self.keys = found if one else found[0]
+        self.keys = found[0]
         latent = self.geometry.v_head_dim
         self.values = self.keys[..., :latent] if self.geometry.latents else found[1]
         self.fp8 = self.keys.dtype == FP8
         self._paged: dict[int, tuple[Tensor, Tensor]] = {}
         self._scales: dict[str, Tensor] = {}
         self.write: Write = writer(self._pool, self._given, self.keys, self.values, self.scale)
+        self._buffers = tuple(found)
 
     def paged(self, page_size: int) -> tuple[Tensor, Tensor]:
         """The caches [pages, page_size, kv_heads, dim] of keys and values; of latents the rope and the latent part."""
@@ -88,10 +87,6 @@ class KnownLayer:
         if own and not capturing(self.keys):  # a graph's memory holds nothing until it is replayed
             self._scales[name] = found
         return found
-
-
-def _fields(layer: Any) -> list[Any]:
-    return [getattr(layer, name, None) for name in _LAYER_FIELDS]
 
 
 def capturing(x: Tensor) -> bool:
@@ -160,7 +155,7 @@ class Step(PlannedBatch):
 
 def looks(*inputs: Any) -> list[Any]:
     """All that the checks of a layer's inputs look at: inputs that look like others that passed need no checks."""
-    return [
-        (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None if x is None else object()
-        for x in inputs
-    ]
+    try:
+        return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs]
+    except AttributeError:  # of what is no tensor, and looks like nothing else
+        return [object()]

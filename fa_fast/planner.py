@@ -1,4 +1,4 @@
-"""The half of a backend that plans batches: for eager steps, inside a graph, and for servers that capture themselves."""
+"""The half of a backend that plans batches: for eager steps, inside graphs, and for servers that capture themselves."""
 
 from __future__ import annotations
 

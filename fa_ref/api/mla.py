@@ -157,7 +157,7 @@ def latent_and_rope(packed: Tensor, part: Tensor | None, heads: int, layer: Any)
     latent, rope = layer.v_head_dim, layer.head_dim - layer.v_head_dim
     if part is not None:
         return packed.reshape(-1, heads, latent), part.reshape(-1, heads, rope)
-    nope, rotated = packed.reshape(-1, heads, latent + rope).split([latent, rope], dim=-1)
+    nope, rotated = packed.reshape(-1, heads, latent + rope).split_with_sizes((latent, rope), -1)
     return nope, rotated
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -121,6 +121,22 @@ def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfi
             raise BadBatch(f"{name} is {found}, the planned batch has {planned}; plan every new batch")
 
 
+class Snapshot:
+    """The fields of a server's object as they are now, to see whether they still are: the very same objects."""
+
+    def __init__(self, of: Any, names: Sequence[str]) -> None:
+        present = [name for name in names if hasattr(of, name)]
+        self._absent = [name for name in names if name not in present]
+        self._read = attrgetter("__class__", "__class__", *present)  # with two names or more it makes a tuple
+        self._values = self._read(of)
+
+    def holds(self, of: Any) -> bool:
+        try:
+            return all(map(is_, self._read(of), self._values)) and not any(hasattr(of, name) for name in self._absent)
+        except AttributeError:
+            return False
+
+
 class PlannedBatch:
     """A plan, and the batch that layers bring with it: read and compared with the plan once, not at every layer.
 
@@ -134,10 +150,8 @@ class PlannedBatch:
         self.plan, self.config, self._read = plan, config, read
         self._every_time = device_checks_enabled()
         self._given: Any = None
-        self._frozen = False
-        self._state: list[Any] = []
-        self._watched: list[Tensor] = []
-        self._versions: list[int] = []
+        self._fields: list[tuple[Any, Snapshot]] = []
+        self._written: list[tuple[Tensor, int]] = []
 
     def of(self, given: Any) -> ForwardBatch:
         """A layer's batch as a ForwardBatch. Raises BadBatch unless it is the planned one."""
@@ -149,34 +163,30 @@ class PlannedBatch:
 
     def remember(self, given: Any, batch: ForwardBatch) -> None:
         """Take `given`, which reads as `batch`, for the planned one: layers that bring it are not asked again."""
-        self.batch, self._given, self._frozen = batch, given, isinstance(given, ForwardBatch)
-        self._state = [] if self._frozen else _state(given)
-        watched = [getattr(batch, name) for name in _READ] if reads_values(self.config) else []
-        self._watched = [x for x in watched if isinstance(x, Tensor) and not x.is_inference()]  # these count no writes
-        self._versions = [x._version for x in self._watched]
+        self.batch, self._given = batch, given
+        info = getattr(given, "spec_info", None)
+        owned = ((given, _FIELDS), (info, _INFO))  # what is not frozen, and so may change
+        frozen = (ForwardBatch, DraftInput, VerifyInput, type(None))
+        self._fields = [(of, Snapshot(of, names)) for of, names in owned if not isinstance(of, frozen)]
+        read = [getattr(batch, name) for name in _VALUES] if reads_values(self.config) else []
+        tensors = [x for x in read if isinstance(x, Tensor) and not x.is_inference()]  # these count no writes
+        self._written = [(x, x._version) for x in tensors]
 
     def _is_known(self, given: Any) -> bool:
-        if self._given is None or self._every_time or (given is not self._given and given is not self.batch):
+        if self._given is None or self._every_time:
             return False
-        if not self._frozen and given is self._given and not _all_same(_state(given), self._state):
+        if given is self._given:
+            for of, fields_then in self._fields:
+                if not fields_then.holds(of):
+                    return False
+        elif given is not self.batch:
             return False
-        return [x._version for x in self._watched] == self._versions
+        return all(x._version == then for x, then in self._written)
 
 
 _FIELDS = tuple(f.name for f in fields(ForwardBatch))
-_READ = ("req_pool_indices", "seq_lens", "extend_seq_lens", "encoder_lens", "out_cache_loc", "encoder_out_cache_loc")
-_INFO = ("topk", "num_steps", "draft_token_num", "custom_mask")
-
-
-def _state(batch: Any) -> list[Any]:
-    """What a server's batch object holds in the fields that are read, its drafts' included."""
-    state = [getattr(batch, name, None) for name in _FIELDS]
-    info = getattr(batch, "spec_info", None)
-    return state if info is None else state + [getattr(info, name, None) for name in _INFO]
-
-
-def _all_same(found: list[Any], known: list[Any]) -> bool:
-    return len(found) == len(known) and all(map(is_, found, known))
+_INFO = tuple({f.name: None for info in (DraftInput, VerifyInput) for f in fields(info)})
+_VALUES = ("req_pool_indices", "seq_lens", "extend_seq_lens", "encoder_lens", "out_cache_loc", "encoder_out_cache_loc")
 
 
 def _drafts(batch: ForwardBatch) -> str:
