@@ -39,7 +39,7 @@ class KnownLayer:
     """A server's layer, checked against its pool, with its buffers as the kernels take them."""
 
     def __init__(self, given: Any, layer: AttentionLayer, geometry: Geometry, pool: Any, sinks: bool) -> None:
-        self.layer, self.geometry, self.scaling = layer, geometry, layer.scaling
+        self.layer, self.geometry, self.scaling = layer, geometry, float(layer.scaling)
         self._given, self._pool, self._sinks = given, pool, sinks
         self._frozen, self._fields = isinstance(given, AttentionLayer), Snapshot(given, _LAYER_FIELDS)
         self._read = pool.get_kv_buffer
@@ -54,7 +54,7 @@ class KnownLayer:
 
     def refresh(self) -> None:
         """Ask the pool for the layer's buffers: it may wait there until they are loaded, or have others by now."""
-        found = self._read(self.layer.layer_id)
+        found: Any = self._read(self.layer.layer_id)
         if self._buffers and all(map(is_, found, self._buffers)):
             return
         self.keys = found[0]

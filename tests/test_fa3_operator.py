@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import fa_fast
 from fa_fast.kernels import fa3_op, sgl_cuda
 from fa_fast.kernels.fa3_op import Operator
-from fa_ref import UnsupportedByProvider
+from fa_ref import ForwardMode, LayerKind, UnsupportedByProvider
+from fa_ref.cases import make_case
+from tests.support import FP8
 
 NEWEST = """Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q,
 Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,
@@ -127,6 +130,32 @@ def test_an_argument_that_a_build_lacks_is_refused_by_its_name(monkeypatch):
     with pytest.raises(UnsupportedByProvider, match="takes no attention_chunk"):
         sgl_cuda.prepared("flash_attn_with_kvcache", **PAGED, attention_chunk=8)
     sgl_cuda.prepared("flash_attn_with_kvcache", **PAGED, attention_chunk=0)(q=Q, k_cache=CACHE, v_cache=CACHE)
+
+
+FA3_CASES: dict[str, dict[str, Any]] = {
+    "decode": dict(mode=ForwardMode.DECODE),
+    "extend": dict(prefix_lens=(100, 0, 7), new_lens=(5, 130, 1)),
+    "new-keys": dict(prefix_lens=(0, 0), new_lens=(130, 1)),
+    "window": dict(mode=ForwardMode.DECODE, kind=LayerKind.SLIDING, window=20),
+    "sinks-softcap": dict(mode=ForwardMode.DECODE, sinks=True, softcap=5.0),
+    "fp8": dict(mode=ForwardMode.DECODE, kv_dtype=FP8, k_scale=0.5, v_scale=0.25),
+    "latents": dict(mode=ForwardMode.DECODE, latent=512, rope=64, heads=16),
+    "tree": dict(mode=ForwardMode.TARGET_VERIFY, trees=[[-1, 0, 0, 1]] * 3),
+    "branches": dict(mode=ForwardMode.DECODE, topk=2, sinks=True),
+    "deterministic": dict(prefix_lens=(100, 0, 7), new_lens=(1, 130, 1), deterministic=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", FA3_CASES)
+def test_the_operator_gives_the_bits_of_the_python_function_around_it(name, page_size, monkeypatch):
+    settings = dict(heads=8, kv_heads=2, head_dim=128, prefix_lens=(100, 1, 700), dtype=torch.bfloat16, device="cuda")
+    case = make_case(**settings | FA3_CASES[name] | dict(page_size=page_size))
+    assert sgl_cuda._operator() is not None, fa3_op.find_operator()
+    direct = case.run(fa_fast)
+    monkeypatch.setattr(sgl_cuda, "_operator", lambda: None)
+    assert torch.equal(case.run(fa_fast), direct)
 
 
 STRANGE = {

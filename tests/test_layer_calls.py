@@ -14,6 +14,7 @@ from torch import Tensor
 import fa_fast
 import fa_fast.backend
 import fa_fast.calls
+import fa_fast.write
 from fa_fast.kernels import torch_cpu
 from fa_ref import AttentionLayer, BadBatch, BadPageTable, ForwardBatch, ForwardMode, LayerKind
 from fa_ref.api import checks, planned
@@ -117,6 +118,30 @@ def test_a_new_plan_prepares_its_own_calls(form):
     other = replace(other, q=case.q.flip(0), k=case.k.flip(0), v=case.v.flip(0))
     backend.init_forward_metadata(other.batch)
     torch.testing.assert_close(forward(backend, other), first.flip(0))
+
+
+WRITES = {name: FORMS[name] for name in ("decode", "two-pools", "latents", "fp8", "encoder")}
+WRITES["fp8-latents"] = FORMS["latents"] | dict(kv_dtype=FP8, k_scale=0.5)
+
+
+@pytest.mark.parametrize("form", WRITES)
+def test_the_write_of_a_gpu_stores_what_the_pool_stores(form, monkeypatch):
+    """One kernel in place of the pool's own method; on a CPU it runs in Triton's interpreter."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton runs CPU tensors only in its interpreter: TRITON_INTERPRET=1")
+    numbers = dict(dtype=torch.bfloat16) | WRITES[form]
+    case = make_case(**numbers)
+    small = {name: torch.randint(-7, 8, getattr(case, name).shape).to(torch.bfloat16) for name in "kv"}  # exact in e4m3
+    if case.config.use_mla:
+        small["v"] = small["k"][:, : case.layer.v_head_dim]
+    right, case = replace(make_case(**numbers), **small), replace(case, **small)
+    forward(backend_of(right), right)
+    launched = []
+    monkeypatch.setattr(fa_fast.write, "_by_pool", lambda *a: (launched.append(1), fa_fast.write._by_kernel(*a))[1])
+    forward(backend_of(case), case)
+    assert launched
+    assert all(torch.equal(a, b) for a, b in zip(cache_bytes(case), cache_bytes(right), strict=True))
 
 
 # ---- what changes is seen ---------------------------------------------------------------------------------------
