@@ -56,6 +56,7 @@ class Machine:
     owners: tuple[tuple[str, str], ...] = ()  # (name, version) of each distribution that installs sgl_kernel
     module_found: bool = False  # sgl_kernel is on the path, owned or not
     kernel_error: str | None = None  # what importing sgl_kernel said; only tried on a CUDA device
+    operator_error: str | None = None  # why FA3 is not called as an operator, where sgl_kernel could be imported
     xpu_placeholder: bool = False  # sglang-kernel-xpu is installed and brings no module
     triton: str | None = None
     providers: tuple[str, ...] = ("torch_cpu", "sgl_cuda")  # modules of fa_fast.kernels that exist
@@ -179,6 +180,11 @@ def _installed_kernels(machine: Machine) -> list[Finding]:
     if machine.kernel_error:
         text = f"importing sgl_kernel failed: {machine.kernel_error}"
         found.append(Finding(level="broken", text=text, fix=_install(row)))
+    elif machine.operator_error:
+        text = f"FA3 is called through sgl_kernel's Python functions, which cost host time: {machine.operator_error}"
+        found.append(Finding(level="note", text=text))
+    else:
+        found.append(Finding(level="ok", text="FA3 is called as an operator, by its schema"))
     return found
 
 
@@ -268,6 +274,7 @@ def gather() -> Machine:
     owners = _owning_distributions()
     has_cuda = any(device.kind == "cuda" for device in torch_facts.get("devices", ()))
     owner_names = {name for name, _ in owners}
+    kernel_error = _kernel_error() if has_cuda and module_found else None
     return Machine(
         python=platform.python_version(),
         system=platform.system(),
@@ -275,7 +282,8 @@ def gather() -> Machine:
         nvidia_driver=_nvidia_driver(),
         owners=owners,
         module_found=module_found,
-        kernel_error=_kernel_error() if has_cuda and module_found else None,
+        kernel_error=kernel_error,
+        operator_error=_operator_error() if has_cuda and module_found and not kernel_error else None,
         xpu_placeholder=_version(distributions.XPU_PLACEHOLDER) is not None
         and distributions.XPU_PLACEHOLDER not in owner_names,
         triton=_version("triton"),
@@ -314,6 +322,11 @@ def _kernel_error() -> str | None:
     except Exception as error:  # ImportError, OSError of a missing library, RuntimeError of a duplicate op
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return None
+
+
+def _operator_error() -> str | None:
+    found = importlib.import_module("fa_fast.kernels.fa3_op").find_operator()
+    return found if isinstance(found, str) else None
 
 
 def _nvidia_driver() -> str | None:

@@ -82,6 +82,12 @@ class FlashAttentionBackend:
         batch = self._to_plan(forward_batch)
         self.use_plan(plan_batch(batch, self.config, self.speculative_step_id))
 
+    def planned_batch(self, forward_batch: Any) -> ForwardBatch:
+        """A layer's batch as a ForwardBatch. Raises BadBatch unless it is the planned one."""
+        plan, batch = self.forward_metadata, self._batch(forward_batch)
+        check_planned(plan, batch, self.config)
+        return batch
+
     def drop_plan(self) -> None:
         """Forget the current plan: a refused batch leaves none behind."""
         self._plan = None
@@ -127,8 +133,7 @@ class FlashAttentionBackend:
         with attn_attend_prefix_cache set, the MHA form: k and v are expanded, nothing is written, and with
         mha_return_lse the result is a state for merge_state, (out [tokens, heads, v_head_dim], lse (tokens, heads)).
         """
-        plan, batch = self.forward_metadata, self._batch(forward_batch)
-        check_planned(plan, batch, self.config)
+        plan, batch = self.forward_metadata, self.planned_batch(forward_batch)
         server_layer, layer = layer, AttentionLayer.of(layer)
         if is_mha_form(batch, plan):
             refuse_rope(q_rope, k_rope)

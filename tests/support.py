@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 import fa_fast
+import fa_fast.planner
 import fa_ref
+import fa_ref.backend
 from fa_ref import AttentionPass, ForwardMode, LayerKind, TreePass
 from fa_ref.cases import Case, make_case
 from fa_ref.numerics import Verdict
 
 PACKAGES = (fa_ref, fa_fast)
+PLANS_IN = {fa_ref: fa_ref.backend, fa_fast: fa_fast.planner}  # where a backend looks plan_batch up
 ROUTES = {"masks": (fa_ref, "masks"), "passes": (fa_ref, "passes"), "fast": (fa_fast, None)}
 PAGE_SIZES = (1, 3, 16, 64, 128)
 FP8 = torch.float8_e4m3fn

@@ -315,21 +315,22 @@ def test_ragged_fp8_keys_take_wide_queries(device):
 @pytest.mark.parametrize("good", [paged, ragged], ids=["paged", "ragged"])
 def test_a_build_of_sgl_kernel_without_out_gets_a_copy(good, takes_out, monkeypatch):
     """sgl-kernel 0.3.21 has no `out`; later builds have."""
-    answer, given = torch.full((3, 4, 16), 2.0), []
+    answer, lse, given = torch.full((3, 4, 16), 2.0), torch.zeros(4, 3), []
 
     def with_out(q, out=None, **arguments):
         given.append(out)
-        return answer if out is None else out.copy_(answer)
+        return answer if out is None else out.copy_(answer), lse
 
     def without_out(q, k=None, cu_seqlens_q=None, k_cache=None, v_cache=None, v=None, cu_seqlens_k=None,
                     q_descale=None, k_descale=None, v_descale=None, cache_seqlens=None, page_table=None,
-                    return_softmax_lse=False):  # fmt: skip
+                    softmax_scale=None, return_softmax_lse=False):  # fmt: skip
         given.append(None)
-        return answer
+        return answer, lse
 
     build = with_out if takes_out else without_out
     fake = SimpleNamespace(flash_attn_with_kvcache=build, flash_attn_varlen_func=build)
     monkeypatch.setattr(sgl_cuda, "_fa3", lambda: fake)
+    monkeypatch.setattr(sgl_cuda, "_operator", lambda: None)
     sgl_cuda._accepts.cache_clear()
     out = torch.empty(3, 4, 16)
     try:

@@ -35,6 +35,7 @@ from fa_ref.masks import causal
 from tests.support import (
     FP8,
     PACKAGES,
+    PLANS_IN,
     ROUTES,
     agrees,
     both_packages,
@@ -713,7 +714,7 @@ def test_a_broken_cross_pass_is_noticed(name, form, route, monkeypatch):
             plan = right(batch, config, step)
             return replace(plan, passes=plan.passes | {CROSS: tuple(map(BROKEN_CROSS[name], plan.for_kind(CROSS)))})
 
-        monkeypatch.setattr(package.backend, "plan_batch", broken)
+        monkeypatch.setattr(PLANS_IN[package], "plan_batch", broken)
     assert notices(case, route)
 
 

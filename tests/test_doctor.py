@@ -141,6 +141,22 @@ def test_a_torch_no_kernel_was_built_for_is_replaced_to_match_the_kernel():
     assert broken(machine)[0][1] == "python -m pip install sglang-kernel==0.4.4 torch==2.11.0"
 
 
+def test_the_report_says_how_fa3_is_called():
+    machine = with_kernel(CUDA13, ("sglang-kernel", "0.4.2.post2"))
+    assert "FA3 is called as an operator, by its schema" in [finding.text for finding in diagnose(machine)]
+    machine = dataclasses.replace(machine, operator_error="torch.ops.sgl_kernel.fwd takes warps")
+    assert notes(machine) == [
+        (
+            "FA3 is called through sgl_kernel's Python functions, which cost host time: torch.ops.sgl_kernel.fwd "
+            "takes warps",
+            None,
+        )
+    ]
+    assert broken(machine) == []
+    failed = dataclasses.replace(machine, kernel_error="ImportError: no", operator_error=None)
+    assert not any("FA3 is called" in finding.text for finding in diagnose(failed))
+
+
 def test_a_kernel_that_fails_to_import_is_broken_with_its_own_words():
     machine = with_kernel(
         CUDA13, ("sglang-kernel", "0.4.2.post2"), kernel_error="ImportError: undefined symbol: _ZN3c10"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa_fast
-from fa_fast.kernels import flash_mla
+from fa_fast.kernels import flash_mla, sgl_cuda
 from fa_fast.kernels.flash_mla import FlashMLASchedule
 from fa_ref import ForwardMode, LayerKind
 from fa_ref.cases import make_case
@@ -37,12 +37,20 @@ def ran(case, monkeypatch, flash):
         even = call["queries"] == call["sequences"] * call["longest_q"]
         return flash and even and possible(**call | everywhere)
 
+    schedules, make = [], sgl_cuda.get_scheduler_metadata
+
+    def kept(**call):
+        schedules.append(make(**call))
+        return schedules[-1]
+
     monkeypatch.setattr(flash_mla, "is_faster", choose)
+    monkeypatch.setattr(sgl_cuda, "get_scheduler_metadata", kept)
     backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
     backend.init_forward_metadata(case.batch)
     out = backend.forward(case.q, case.k, case.v, case.layer, case.batch)
     monkeypatch.setattr(flash_mla, "is_faster", possible)
-    return out, list(backend._schedules.values())
+    monkeypatch.setattr(sgl_cuda, "get_scheduler_metadata", make)
+    return out, schedules
 
 
 @pytest.mark.parametrize("heads", [1, 16, 128])

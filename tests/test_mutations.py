@@ -20,7 +20,7 @@ from fa_ref.attention import attend, scores, softcap
 from fa_ref.cases import Case, make_case
 from fa_ref.masks import Mask, causal, everything, local_chunk, sliding_window
 from fa_ref.numerics import judge
-from tests.support import FP8, PACKAGES, agrees, meaning, planned_routes, run, with_layer
+from tests.support import FP8, PACKAGES, PLANS_IN, agrees, meaning, planned_routes, run, with_layer
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 FULL, SLIDING, LOCAL = LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL
@@ -194,7 +194,7 @@ def with_plan(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], dict[Laye
             plan = right(batch, config, step)
             return replace(plan, passes=plan.passes | change(plan))
 
-        monkeypatch.setattr(package.backend, "plan_batch", broken)
+        monkeypatch.setattr(PLANS_IN[package], "plan_batch", broken)
 
 
 def each_pass(change: Callable[[AttentionPass], AttentionPass]) -> Callable[[Any], dict[LayerKind, tuple]]:

@@ -87,7 +87,7 @@ def attend(
     causal: bool,
     schedule: FlashMLASchedule,
     return_softmax_lse: bool,
-    out: Tensor | None,
+    out: Tensor | None = None,
     **unused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The arguments of flash_attn_with_kvcache; q and k_cache are rope parts, qv and v_cache latents."""

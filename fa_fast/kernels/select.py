@@ -21,6 +21,7 @@ class Provider(Protocol):
     load: Callable[[], None]  # raises ProviderNotInstalled unless the kernels are there
     flash_attn_with_kvcache: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
+    prepared: Callable[..., Callable[..., Any]]  # (name of one of these two, **some arguments): called with the others
     merge_state: Callable[..., Any]
     short_key_attention: Callable[..., Any]
     prefers_short_keys: Callable[..., bool] | None  # whether it beats the two calls for a window of this shape

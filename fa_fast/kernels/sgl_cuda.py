@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from fa_fast.kernels import flash_mla
 from fa_fast.kernels.capability import Capability
+from fa_fast.kernels.fa3_op import Operator, find_operator
 from fa_fast.kernels.installed import fa3_functions
 from fa_ref.api.pools import FP8
 
+_OF_LAYER = ("qv", "softmax_scale", "sinks", "q_descale", "k_descale", "v_descale", "out")
 _SAME = [(dim, dim) for dim in (64, 96, 128, 192, 256)]
 
 CAPABILITY = Capability(
@@ -43,6 +46,7 @@ CAPABILITY = Capability(
 def load() -> None:
     """Raise ProviderNotInstalled, with what to do, unless FA3 can be called."""
     fa3_functions()
+    _operator()
 
 
 def _fa3() -> Any:
@@ -55,77 +59,82 @@ def _accepts(function: str, argument: str) -> bool:
     return argument in inspect.signature(getattr(_fa3(), function)).parameters
 
 
-def flash_attn_with_kvcache(
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_softmax_lse: bool = False,
-    out: Tensor | None = None,
-    scheduler_metadata: Any = None,
-    **arguments: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """FA3 over a paged cache; lse comes back as a (tokens, heads) view of the kernel's (heads, tokens).
+@functools.cache
+def _operator() -> Operator | None:
+    """FA3's operator, or None where the build's Python function is called: chosen once, and the doctor says which."""
+    found = find_operator()
+    return found if isinstance(found, Operator) else None
 
+
+def prepared(
+    function: str, *, return_softmax_lse: bool = False, scheduler_metadata: Any = None, **fixed: Any
+) -> Callable[..., Any]:
+    """flash_attn_with_kvcache or flash_attn_varlen_func with some arguments given; called with the others, by keyword.
+
+    lse comes back as a (tokens, heads) view of the kernel's (heads, tokens).
     With a FlashMLASchedule for metadata, FlashMLA answers instead.
     """
-    dtype = q.dtype
-    if isinstance(scheduler_metadata, flash_mla.FlashMLASchedule):
-        if sinks is None:
-            return flash_mla.attend(
-                q=q, k_cache=k_cache, v_cache=v_cache, schedule=scheduler_metadata, out=out,
-                return_softmax_lse=return_softmax_lse, **arguments,
-            )  # fmt: skip
-        scheduler_metadata = None
-    if k_cache.dtype == FP8 and q.dtype != FP8:
-        q, q_descale = _quantized(q, cu_seqlens_q, q_descale, k_cache.shape[-2])
-    optional = _optional("flash_attn_with_kvcache", sinks, out, k_cache.dtype)
-    result = _fa3().flash_attn_with_kvcache(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        **({} if scheduler_metadata is None else dict(scheduler_metadata=scheduler_metadata)),
-        return_softmax_lse=return_softmax_lse,
-        **optional,
-        **arguments,
-    )
-    return _result(result, dtype, return_softmax_lse, out, sinks)
+    schedule = scheduler_metadata if isinstance(scheduler_metadata, flash_mla.FlashMLASchedule) else None
+    metadata = {} if schedule is not None or scheduler_metadata is None else dict(scheduler_metadata=scheduler_metadata)
+    launch = _launcher(function, **metadata, **fixed)
+    keys = "k_cache" if function == "flash_attn_with_kvcache" else "k"
+
+    def call(**given: Any) -> Any:
+        q, sinks, out = given["q"], given.get("sinks"), given.get("out")
+        if schedule is not None and sinks is None:
+            return flash_mla.attend(schedule=schedule, return_softmax_lse=return_softmax_lse, **fixed, **given)
+        if given.get("softmax_scale") is None:
+            qv = given.get("qv")
+            given["softmax_scale"] = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+        if given[keys].dtype == FP8:
+            given["out"] = None  # its result is bf16, whatever `out` is
+            if q.dtype != FP8:
+                kv_heads = given[keys].shape[-2]
+                given["q"], given["q_descale"] = _quantized(
+                    q, fixed.get("cu_seqlens_q"), given.get("q_descale"), kv_heads
+                )
+        if sinks is not None:
+            given["sinks"] = sinks.to(torch.bfloat16).contiguous()
+        if out is not None and not _accepts(function, "out"):
+            given["out"] = None
+        answer, lse, *_ = launch(given)
+        if answer.dtype != q.dtype:  # fp8 queries come back as bf16
+            answer = answer.to(q.dtype)
+        if out is not None and answer.data_ptr() != out.data_ptr():
+            answer = out.copy_(answer)
+        if not return_softmax_lse:
+            return answer
+        if sinks is not None:  # FA3 forgets the sink of a row without keys; a merge would lose it
+            lse = torch.where(lse.isneginf(), sinks.float()[:, None], lse)
+        return answer, lse.transpose(-1, -2)
+
+    return call
 
 
-def flash_attn_varlen_func(
-    *,
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    q_descale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_softmax_lse: bool = False,
-    out: Tensor | None = None,
-    **arguments: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+def _launcher(function: str, **fixed: Any) -> Callable[[dict[str, Any]], Any]:
+    """The build's function with these arguments; takes the others as a dict and returns (out, lse, ...)."""
+    operator = _operator()
+    if operator is not None:
+        return operator.prepared(**fixed)
+    call = getattr(_fa3(), function)
+
+    def launch(given: dict[str, Any]) -> Any:
+        named = {name: value for name, value in given.items() if value is not None}
+        return call(**fixed, **named, return_softmax_lse=True)
+
+    return launch
+
+
+def flash_attn_with_kvcache(*, q: Tensor, k_cache: Tensor, v_cache: Tensor, **arguments: Any) -> Any:
+    """FA3 over a paged cache: out, or (out, lse)."""
+    of_layer = {name: arguments.pop(name) for name in _OF_LAYER if name in arguments}
+    return prepared("flash_attn_with_kvcache", **arguments)(q=q, k_cache=k_cache, v_cache=v_cache, **of_layer)
+
+
+def flash_attn_varlen_func(*, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
     """FA3 over contiguous ragged keys."""
-    dtype = q.dtype
-    if k.dtype == FP8 and q.dtype != FP8:
-        q, q_descale = _quantized(q, cu_seqlens_q, q_descale, k.shape[-2])
-    result = _fa3().flash_attn_varlen_func(
-        q=q,
-        k=k,
-        cu_seqlens_q=cu_seqlens_q,
-        q_descale=q_descale,
-        return_softmax_lse=return_softmax_lse,
-        **_optional("flash_attn_varlen_func", sinks, out, k.dtype),
-        **arguments,
-    )
-    return _result(result, dtype, return_softmax_lse, out, sinks)
+    of_layer = {name: arguments.pop(name) for name in _OF_LAYER if name in arguments}
+    return prepared("flash_attn_varlen_func", **arguments)(q=q, k=k, v=v, **of_layer)
 
 
 def get_scheduler_metadata(
@@ -210,27 +219,3 @@ def _quantized(
         cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
     quantized, factor = quantize_q(q.reshape(-1, *q.shape[-2:]), cu_seqlens_q, kv_heads)
     return quantized.view(q.shape), factor if q_descale is None else factor * q_descale
-
-
-def _optional(function: str, sinks: Tensor | None, out: Tensor | None, kv_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Arguments that are passed only where given and taken; an fp8 result is bf16 whatever `out` is."""
-    given = {}
-    if sinks is not None:
-        given["sinks"] = sinks.to(torch.bfloat16).contiguous()
-    if out is not None and kv_dtype != FP8 and _accepts(function, "out"):
-        given["out"] = out
-    return given
-
-
-def _result(
-    result: Any, dtype: torch.dtype, return_lse: bool, out: Tensor | None, sinks: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    answer, lse = (result[0], result[1]) if return_lse else (result, None)
-    answer = answer if answer.dtype == dtype else answer.to(dtype)  # fp8 queries come back as bf16
-    if out is not None and answer.data_ptr() != out.data_ptr():
-        answer = out.copy_(answer)
-    if lse is None:
-        return answer
-    if sinks is not None:  # FA3 forgets the sink of a row without keys; a merge would lose it
-        lse = torch.where(lse.isneginf(), sinks.float()[:, None], lse)
-    return answer, lse.transpose(-1, -2)

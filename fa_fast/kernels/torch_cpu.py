@@ -10,6 +10,10 @@ independent of the rest of the batch, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,12 +53,18 @@ def load() -> None:
     """Nothing to load: PyTorch is there."""
 
 
+def prepared(function: str, **arguments: Any) -> Callable[..., Any]:
+    """flash_attn_with_kvcache or flash_attn_varlen_func with some of its arguments given."""
+    return partial(globals()[function], **arguments)
+
+
 __all__ = [
     "CAPABILITY",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "load",
     "merge_state",
+    "prepared",
     "short_key_attention",
 ]
 

@@ -146,7 +146,7 @@ def _check_custom_mask(batch: ForwardBatch, config: BackendConfig) -> None:
 
 def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch for a field of the batch with another type, dtype, shape or device than planning needs."""
-    _check_number("batch_size", batch.batch_size, 0, "pass the number of requests")
+    check_batch_size(batch)
     req_to_token(batch, config)
     if batch.token_to_kv_pool is not None:
         config.check_pool(batch.token_to_kv_pool)
@@ -179,6 +179,11 @@ def check_shapes(batch: ForwardBatch, config: BackendConfig) -> None:
             if count != batch.batch_size:
                 raise BadBatch(f"{name} has {count} entries for {batch.batch_size} requests")
     check_locs(batch, config)
+
+
+def check_batch_size(batch: ForwardBatch) -> None:
+    """Raise BadBatch for a batch_size that is no number of requests."""
+    _check_number("batch_size", batch.batch_size, 0, "pass the number of requests")
 
 
 def check_locs(batch: ForwardBatch, config: BackendConfig) -> None:

@@ -112,7 +112,24 @@ def latent_inputs(
     config: BackendConfig,
     sinks: Tensor | None = None,
 ) -> LatentInputs:
-    """Split and check what an absorbed layer is given; raises BadBatch before anything is written.
+    """Check what an absorbed layer is given, and split it. Raises BadBatch: see check_latent_inputs."""
+    check_latent_inputs(q, k, v, q_rope, k_rope, layer, tokens, config, sinks)
+    new = (None, None) if k is None else latent_and_rope(k, k_rope, 1, layer)
+    return LatentInputs(*latent_and_rope(q, q_rope, layer.tp_q_head_num, layer), *new)
+
+
+def check_latent_inputs(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    q_rope: Tensor | None,
+    k_rope: Tensor | None,
+    layer: AttentionLayer,
+    tokens: int,
+    config: BackendConfig,
+    sinks: Tensor | None = None,
+) -> None:
+    """Raise BadBatch, before anything is written, unless an absorbed layer can take these.
 
     q is packed [tokens, heads * (latent + rope)], or q [tokens, heads * latent] with q_rope. k likewise, with one head.
     v is the latent once more, as servers pass it, or None: it is not read.
@@ -130,8 +147,18 @@ def latent_inputs(
         raise BadBatch(f"layer {layer.layer_id}: k_rope or v without k; pass the latent as k, or none of them")
     if v is not None:
         check_value(layer, "v", v, tokens, latent, config)
-    new = (None, None) if k is None else _split(k, k_rope, 1, latent, rope)
-    return LatentInputs(*_split(q, q_rope, layer.tp_q_head_num, latent, rope), *new)
+
+
+def latent_and_rope(packed: Tensor, part: Tensor | None, heads: int, layer: Any) -> tuple[Tensor, Tensor]:
+    """q or k of an absorbed layer as [tokens, heads, latent] and [tokens, heads, rope]; views. part: its rope part.
+
+    layer: of a head_dim of latent + rope and a v_head_dim of latent.
+    """
+    latent, rope = layer.v_head_dim, layer.head_dim - layer.v_head_dim
+    if part is not None:
+        return packed.reshape(-1, heads, latent), part.reshape(-1, heads, rope)
+    nope, rotated = packed.reshape(-1, heads, latent + rope).split_with_sizes((latent, rope), -1)
+    return nope, rotated
 
 
 def model_inputs(
@@ -183,13 +210,6 @@ def refuse_rope(q_rope: object, k_rope: object) -> None:
             "q_rope or k_rope without use_mla, or in the MHA form; they are parts of an absorbed MLA layer: rotate q "
             "and k, and pass them whole"
         )
-
-
-def _split(packed: Tensor, part: Tensor | None, heads: int, latent: int, rope: int) -> tuple[Tensor, Tensor]:
-    if part is not None:
-        return packed.reshape(-1, heads, latent), part.reshape(-1, heads, rope)
-    whole = packed.reshape(-1, heads, latent + rope)
-    return whole[..., :latent], whole[..., latent:]
 
 
 # ---- the MHA form ----------------------------------------------------------------------------------------------------

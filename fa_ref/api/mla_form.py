@@ -14,7 +14,6 @@ from fa_ref.api.mla import MLAProjections, check_absorbed, check_mha_kind, model
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
 from fa_ref.api.modes import LayerKind
 from fa_ref.api.plan import AttentionPlan
-from fa_ref.api.planned import check_planned
 
 NEEDED = ("extend_seq_lens_cpu", "seq_lens_cpu", "out_cache_loc")  # by the MHA form: the host cuts its chunks
 FORMS = ("auto", "absorbed", "chunked", "one_shot")
@@ -53,8 +52,7 @@ def mla_call(
             f"mla_attention on {backend!r}, which is no backend of an MLA model; pass a FlashAttentionBackend whose "
             "config has use_mla=True"
         )
-    plan, batch = backend.forward_metadata, ForwardBatch.of(batch)
-    check_planned(plan, batch, config)
+    plan, batch = backend.forward_metadata, backend.planned_batch(batch)
     layer = AttentionLayer.of(layer)
     check_absorbed(layer)
     check_layer_pool(layer, config, batch.token_to_kv_pool or config.token_to_kv_pool)

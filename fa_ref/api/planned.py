@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
 
 from fa_ref.api.batch import DraftInput, ForwardBatch, VerifyInput
 from fa_ref.api.checks import (
+    check_batch_size,
     check_locs,
     check_step,
     device_checks_enabled,
@@ -94,6 +96,7 @@ def plan_of(
 
 def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfig) -> None:
     """Raise BadBatch unless `batch` is the one that was planned."""
+    check_batch_size(batch)
     check_locs(batch, config)
     req_to_token(batch, config)
     mode, size, loc, drafts = batch.forward_mode, batch.batch_size, batch.out_cache_loc, _drafts(batch)
@@ -116,6 +119,74 @@ def check_planned(plan: AttentionPlan, batch: ForwardBatch, config: BackendConfi
         found = value.tolist() if isinstance(value, Tensor) and not value.is_meta else value
         if found != planned:
             raise BadBatch(f"{name} is {found}, the planned batch has {planned}; plan every new batch")
+
+
+class Snapshot:
+    """The fields of a server's object as they are now, to see whether they still are: the very same objects."""
+
+    def __init__(self, of: Any, names: Sequence[str]) -> None:
+        present = [name for name in names if hasattr(of, name)]
+        self._absent = [name for name in names if name not in present]
+        self._read = attrgetter("__class__", "__class__", *present)  # with two names or more it makes a tuple
+        self._values = self._read(of)
+
+    def holds(self, of: Any) -> bool:
+        try:
+            return all(map(is_, self._read(of), self._values)) and not any(hasattr(of, name) for name in self._absent)
+        except AttributeError:
+            return False
+
+
+class PlannedBatch:
+    """A plan, and the batch that layers bring with it: read and compared with the plan once, not at every layer.
+
+    A server may change its own batch object in place. It is taken as the same while every field is the very object that
+    it was and, where values may be read, no tensor of it was written. With FA_CHECK=1 every layer's batch is compared.
+    """
+
+    batch: ForwardBatch  # as the layers last brought it; set by the first of them
+
+    def __init__(self, plan: AttentionPlan, config: BackendConfig, read: Callable[[Any], ForwardBatch]) -> None:
+        self.plan, self.config, self._read = plan, config, read
+        self._every_time = device_checks_enabled()
+        self._given: Any = None
+        self._fields: list[tuple[Any, Snapshot]] = []
+        self._written: list[tuple[Tensor, int]] = []
+
+    def of(self, given: Any) -> ForwardBatch:
+        """A layer's batch as a ForwardBatch. Raises BadBatch unless it is the planned one."""
+        if not self._is_known(given):
+            batch = self._read(given)
+            check_planned(self.plan, batch, self.config)
+            self.remember(given, batch)
+        return self.batch
+
+    def remember(self, given: Any, batch: ForwardBatch) -> None:
+        """Take `given`, which reads as `batch`, for the planned one: layers that bring it are not asked again."""
+        self.batch, self._given = batch, given
+        info = getattr(given, "spec_info", None)
+        owned = ((given, _FIELDS), (info, _INFO))  # what is not frozen, and so may change
+        frozen = (ForwardBatch, DraftInput, VerifyInput, type(None))
+        self._fields = [(of, Snapshot(of, names)) for of, names in owned if not isinstance(of, frozen)]
+        read = [getattr(batch, name) for name in _VALUES] if reads_values(self.config) else []
+        tensors = [x for x in read if isinstance(x, Tensor) and not x.is_inference()]  # these count no writes
+        self._written = [(x, x._version) for x in tensors]
+
+    def _is_known(self, given: Any) -> bool:
+        if self._given is None or self._every_time:
+            return False
+        if given is self._given:
+            for of, fields_then in self._fields:
+                if not fields_then.holds(of):
+                    return False
+        elif given is not self.batch:
+            return False
+        return all(x._version == then for x, then in self._written)
+
+
+_FIELDS = tuple(f.name for f in fields(ForwardBatch))
+_INFO = tuple({f.name: None for info in (DraftInput, VerifyInput) for f in fields(info)})
+_VALUES = ("req_pool_indices", "seq_lens", "extend_seq_lens", "encoder_lens", "out_cache_loc", "encoder_out_cache_loc")
 
 
 def _drafts(batch: ForwardBatch) -> str:
