@@ -273,16 +273,19 @@ class FlashAttentionBackend(BatchPlanner):
             )
         if tree is not None:
             keys |= dict(slots=tree.slots, mask=tree.mask)
-        last = tree or cached
-        assert last is not None
+        if tree is not None:
+            queries, takes_sinks = tree.mask.shape[1], tree.takes_sinks
+        else:
+            assert cached is not None
+            queries, takes_sinks = cached.max_seqlen_q, cached.takes_sinks
         return self.kernels.short_key_attention(
             q,
             known.keys,
             known.values,
-            queries=cached.max_seqlen_q if tree is None and cached is not None else tree.mask.shape[1],
+            queries=queries,
             softmax_scale=known.scaling,
             softcap=geometry.softcap,
-            sinks=on.sinks if last.takes_sinks else None,
+            sinks=on.sinks if takes_sinks else None,
             k_scale=known.scale("k_scale") if known.fp8 else None,
             v_scale=known.scale("v_scale") if known.fp8 else None,
             prefix_out=prefix_out,
