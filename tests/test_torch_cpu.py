@@ -332,6 +332,28 @@ def test_small_blocks_and_tiles_change_nothing(monkeypatch):
         check(Case(*RAGGED, page=1), softcap=3.0, sinks=torch.ones(4), **kwargs)
 
 
+@pytest.mark.parametrize("limit, apart", [(2 * 20 * 48, True), (2 * 20 * 48 + 1, False)])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": FP8, "descale": True}, {"qv": True}])
+def test_many_rows_times_keys_get_their_keys_head_by_head(monkeypatch, limit, apart, options):
+    """20 queries of a group of 2 see 48 keys; joint keys are copied once."""
+    from fa_fast.kernels import _cpu_attend
+
+    seen = []
+
+    def fused(q, k, v, *rest, inner=_cpu_attend._fused):
+        seen.append(k.is_contiguous() and v.is_contiguous() and (k is v) == bool(options.get("qv")))
+        return inner(q, k, v, *rest)
+
+    monkeypatch.setattr(_cpu_attend, "_fused", fused)
+    monkeypatch.setattr(_cpu_attend, "HEADS_APART", limit)
+    for packed in (1, 64):
+        monkeypatch.setattr(_cpu_attend, "PACKED_QUERIES", packed)
+        case = Case([20], [48], **options)
+        torch.testing.assert_close(case.paged()[0], case.varlen()[0], rtol=1e-5, atol=1e-5)
+        check(case)
+    assert seen == [apart] * len(seen) and seen
+
+
 def test_short_decodes_of_mixed_lengths_share_a_call_and_stay_apart():
     case = Case([1] * 12, [1, 2, 3, 5, 8, 8, 8, 13, 21, 30, 31, 0], page=4)
     check(case, causal=True)
