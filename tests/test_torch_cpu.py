@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fa_fast.kernels import torch_cpu
+from fa_fast.kernels import _cpu_keys, torch_cpu
 from fa_ref.api.errors import UnsupportedByProvider
 
 INF = math.inf
@@ -325,11 +325,48 @@ def test_small_blocks_and_tiles_change_nothing(monkeypatch):
         "WINDOW_TILE": 3,
         "SOFTCAP_TILE": 2,
     }
-    for name, value in (limits | {"CAUSAL_TILE": 4, "MAX_PARTS": 2, "SHORT": 3, "SHORT_BUDGET": 6}).items():
+    for name, value in (
+        limits | {"CAUSAL_TILE": 4, "MAX_PARTS": 2, "SHORT": 3, "SHORT_BUDGET": 6, "LONG_GROUP": 2}
+    ).items():
         monkeypatch.setattr(_cpu_attend, name, value)
     for kwargs in MASKS.values():
         check(Case(*RAGGED), **kwargs)
         check(Case(*RAGGED, page=1), softcap=3.0, sinks=torch.ones(4), **kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": torch.ones(4)}, {"causal": True, "window_size": (599, 0)}])
+@pytest.mark.parametrize("given", [{}, {"kv_dtype": FP8, "descale": True}, {"page": 1}, {"page": 512}])
+def test_long_decodes_share_their_blocks_and_leave_one_by_one(options, given):
+    """Two end together, one is short, one sees its last 600 keys where there is a window, one has more queries."""
+    check(Case([1, 1, 1, 2, 1, 1], [530, 1100, 700, 600, 40, 700], **given), **options)
+
+
+def test_long_decodes_are_attended_together(monkeypatch):
+    from fa_fast.kernels import _cpu_attend
+
+    batches = []
+
+    def fused(q, *rest, inner=_cpu_attend._fused):
+        batches.append((len(q), rest[0].shape[2]))
+        return inner(q, *rest)
+
+    monkeypatch.setattr(_cpu_attend, "_fused", fused)
+    case = Case([1, 1, 1], [1100, 700, 700])
+    case.paged()
+    assert batches == [(3, 682), (3, 18), (1, 400)]
+    batches.clear()
+    case.paged(num_splits=1)
+    assert {batch for batch, _ in batches} == {1}
+
+
+def test_scratch_outlives_a_call_made_in_inference_mode():
+    case = Case([1, 20], [700, 40])
+    _cpu_keys._kept.__dict__.clear()
+    with torch.inference_mode():
+        case.paged()
+    kept = _cpu_keys._kept.first
+    check(case)
+    assert _cpu_keys._kept.first is kept
 
 
 @pytest.mark.parametrize("limit, apart", [(2 * 20 * 48, True), (2 * 20 * 48 + 1, False)])

@@ -28,6 +28,8 @@ SOFTCAP_TILE = 64
 CAUSAL_TILE = 4096
 SHORT = 512  # sequences of at most this many keys share one kernel call,
 SHORT_BUDGET = 2048  # up to this many keys in total
+SMALL_PAGE = 256  # what several sequences side by side read of a page at a time
+LONG_GROUP = 8  # longer ones share the calls of their blocks, whose keys in total are the same
 MAX_PARTS = 32
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -56,10 +58,14 @@ def run(rows: Rows) -> None:
     """Fill rows.out and rows.lse. Rows without a key, padding rows included, get 0 and -inf."""
     rows.out.zero_()
     rows.lse.fill_(-math.inf)
-    short = [] if rows.alone or rows.softcap else _short_decodes(rows)
+    decodes = [] if rows.alone or rows.softcap else _decodes(rows)
+    short = [item for item in decodes if item[2] <= SHORT]
     for group in _groups(short):
         _attend_short(rows, group)
-    done = {sequence for sequence, _, _ in short}
+    long = _long(rows, decodes)
+    for at in range(0, len(long), LONG_GROUP):
+        _attend_long(rows, long[at : at + LONG_GROUP])
+    done = {sequence for sequence, _, _ in short + long}
     for sequence in range(len(rows.keys.lengths)):
         if sequence not in done:
             _attend_sequence(rows, sequence)
@@ -102,8 +108,8 @@ def _block_size(page_size: int) -> int:
     return min(page_size, DECODE_BLOCK) if page_size >= DECODE_BLOCK // 2 else DECODE_BLOCK
 
 
-def _short_decodes(rows: Rows) -> list[tuple[int, int, int]]:
-    """(sequence, first key, key count) of the one-query sequences that see at most SHORT keys, by count."""
+def _decodes(rows: Rows) -> list[tuple[int, int, int]]:
+    """(sequence, first key, key count) of the one-query sequences that see a key, by count."""
     found = []
     if not rows.keys.can_pick:
         return found
@@ -111,9 +117,16 @@ def _short_decodes(rows: Rows) -> list[tuple[int, int, int]]:
         if rows.query_starts[sequence + 1] - rows.query_starts[sequence] != 1 or keys == 0:
             continue
         first, last = rows.visible.keys(keys - 1, keys)
-        if last - first < SHORT:
-            found.append((sequence, first, last - first + 1))
+        found.append((sequence, first, last - first + 1))
     return sorted(found, key=lambda item: item[2])
+
+
+def _long(rows: Rows, decodes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Those that share their blocks: keys in small pages, copied anyhow, for few rows. Others may be read in place."""
+    copied = isinstance(rows.keys, PagedKeys) and rows.keys.page_size <= SMALL_PAGE and rows.kv_heads > 1
+    if not copied or rows.q.shape[1] // rows.kv_heads > FEW_ROWS:
+        return []
+    return [item for item in decodes if item[1] == 0 and item[2] > SHORT]
 
 
 def _groups(short: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -141,6 +154,29 @@ def _attend_short(rows: Rows, group: list[tuple[int, int, int]]) -> None:
     q = _scaled(rows.q[tokens], rows.q_scale, sequences)
     part = _attend(rows, q[:, None], k.transpose(1, 2), v.transpose(1, 2), mask, False, True)
     _store(rows, tokens, part, sequences)
+
+
+def _attend_long(rows: Rows, group: list[tuple[int, int, int]]) -> None:
+    """One-query sequences that see all keys, side by side, block by block; one leaves after its last key.
+
+    Measured 1.1 to 1.2x faster than one after the other: fewer calls, and a thread copies the keys that it reads.
+    """
+    sequences, counts = [sequence for sequence, _, _ in group], [count for _, _, count in group]
+    tokens = torch.tensor([rows.query_starts[sequence] for sequence in sequences])
+    q = _scaled(rows.q[tokens], rows.q_scale, sequences)[:, None]
+    assert isinstance(rows.keys, PagedKeys)
+    parts: list[Part] = []
+    at = left = 0
+    while left < len(group):
+        stop = min(at + min(DECODE_BLOCK, SHORT_BUDGET // (len(group) - left)), counts[left])
+        k, v = rows.keys.side_by_side(sequences[left:], at, stop)
+        parts.append(_attend(rows, q[left:], k.transpose(1, 2), v.transpose(1, 2), None, False, True))
+        at, leave = stop, left + counts[left:].count(stop)
+        if leave > left or len(parts) == MAX_PARTS:
+            out, lse = _merge(parts)
+            go, stay = slice(0, leave - left), slice(leave - left, None)
+            _store(rows, tokens[left:leave], (out[go], lse[go]), sequences[left:leave])
+            parts, left = [(out[stay], lse[stay])], leave
 
 
 def _heads_first(k: Tensor, v: Tensor, *, apart: bool) -> Part:
