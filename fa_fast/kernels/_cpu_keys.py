@@ -73,8 +73,7 @@ class _Cache:
         size = need * self.cache.element_size()
         scratch: Tensor | None = self.scratch if self.scratch is not None else getattr(_kept, self.side, None)
         if scratch is None or len(scratch) < size:
-            with torch.inference_mode(False):  # or it could not be written outside of that mode
-                scratch = torch.empty(size, dtype=torch.uint8)
+            scratch = torch.empty(size, dtype=torch.uint8)
             if size <= KEPT_BYTES:
                 setattr(_kept, self.side, scratch)
         self.scratch = scratch

@@ -1,9 +1,10 @@
 """The CPU provider: every feature of the kernel seam in PyTorch, arranged around what a CPU is good at.
 
 Where its speed comes from: the heads of a group become query rows of one small matrix product, so each key is
-read once, not once per query head; few-query attention copies about a thousand keys at a time, so that they
-are still in cache when used, and merges the blocks by LSE; short requests share a kernel call; a causal prefill
-is a rectangle over the prefix and one square with the kernel's causal flag; windows and chunks touch only the
+read once, not once per query head; few-query attention copies one or two thousand keys at a time, so that they
+are still in cache when used, and merges the blocks by LSE; decodes share kernel calls; many queries get the keys
+laid out head by head; a causal prefill is a rectangle over the prefix and one square with the kernel's causal
+flag; windows and chunks touch only the
 blocks they reach. `num_splits=1` keeps every sequence in kernel calls of its own, which makes its result
 independent of the rest of the batch, bit for bit.
 """
