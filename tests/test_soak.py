@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +27,7 @@ REQUESTS, BUCKETS = 6, (1, 2, 4, 6)
 CONTEXT, WINDOW, CHUNK = 48, 6, 16
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 NEW = {DECODE: 1, VERIFY: 5, EXTEND: 3}  # tokens a request, where it is no draft
-REPLAYS = {"cpu": 84, "cuda": 840}  # of each of twelve captures: 1 000 on a CPU, 10 000 on a GPU
+REPLAYS = {"cpu": 60, "cuda": 840}  # of each of twelve captures: 720 on a CPU, 10 080 on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,18 +149,15 @@ def leave_garbage(runner: GraphRunner) -> None:
     batch.out_cache_loc.fill_(1 << 40)
 
 
-def live_tensors() -> int:
+def held(device: str) -> tuple[int, int]:
+    """(tensors, bytes that they or, on a GPU, anything else hold)."""
     gc.collect()
-    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())  # isinstance would ask lazy modules
-
-
-def held(device: str) -> int:
-    """Bytes on a GPU; on a CPU the number of tensors."""
-    if device == "cpu":
-        return live_tensors()
-    torch.cuda.synchronize()
-    gc.collect()
-    return torch.cuda.memory_allocated()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance would wake lazy modules
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return len(tensors), torch.cuda.memory_allocated()
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return len(tensors), sum(storages.values())
 
 
 def addresses(runner: GraphRunner) -> list[int]:
@@ -183,21 +179,23 @@ def test_replays_never_drift_from_the_eager_step(page_size, form, device):
             if number % 3 == 0:
                 leave_garbage(runner)
             found = runner.run(batch, **inputs)
+            if device == "cuda":  # a window wider than the longest request is another kernel, with other bits
+                batch = replace(batch, seq_lens_cpu=None)
             for one, right in zip(found, plain.eager(batch, inputs), strict=True):
                 assert one.isfinite().all()
                 assert torch.equal(one, right), (number, batch.seq_lens.tolist())
 
-    soak(12)
+    def all_sizes() -> None:
+        """The last of it of one request, so that the backends hold the same plans each time."""
+        for count in range(REQUESTS, 0, -1):
+            batch, inputs = batch_of(captured, [1] * count, list(range(count))), inputs_of(captured, count, gen)
+            runner.run(batch, **inputs)
+            plain.eager(batch, inputs)
+
+    all_sizes()
     before, where = held(device), addresses(runner)
-    tracemalloc.start()
-    try:
-        traced = tracemalloc.get_traced_memory()[0]
-        soak(REPLAYS[device])
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - traced
-    finally:
-        tracemalloc.stop()
+    soak(REPLAYS[device])
+    all_sizes()
     assert held(device) == before
-    assert grown < 64 * 1024, f"{grown} bytes of Python objects are left"
     assert addresses(runner) == where
     assert all(map(torch.equal, captured.cache(), plain.cache())), "the caches differ"
