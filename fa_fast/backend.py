@@ -290,6 +290,7 @@ class FlashAttentionBackend(BatchPlanner):
             v_scale=known.scale("v_scale") if known.fp8 else None,
             prefix_out=prefix_out,
             prefix_lse=prefix_lse,
+            num_splits=self._num_splits,
             **keys,
         )
 

@@ -93,8 +93,13 @@ class StaticBatch:
     def fill(self, batch: ForwardBatch) -> None:
         """Copy a checked batch in, and make padding of the rows that the one before it had beyond."""
         count = batch.batch_size
+        self.holds(count)
         copy_together(self._moves(batch, self.view(count)))
         self.held = count
+
+    def holds(self, requests: int) -> None:
+        """Rows of so many requests are about to be written: a copy that fails halfway leaves them to be padded."""
+        self.held = max(self.held, requests)
 
     def _moves(self, batch: ForwardBatch, view: ForwardBatch) -> Iterable[tuple[Tensor, Tensor]]:
         """(where to, what) of every tensor; a field that the batch leaves out is padding."""
@@ -233,7 +238,7 @@ class GraphRunner:
         Raises BadBatch for no request, and for more than the largest bucket holds.
         """
         place = self._place(requests)
-        self.static.held = max(self.static.held, requests)
+        self.static.holds(requests)
         return place.batch, dict(place.inputs)
 
     def run(self, batch: Any, **inputs: Tensor) -> Any:
@@ -294,6 +299,7 @@ class GraphRunner:
                 )
 
     def _fill(self, batch: ForwardBatch, inputs: Mapping[str, Tensor], place: _Place) -> None:
+        self.static.holds(batch.batch_size)
         copy_together((place.inputs[name], value) for name, value in inputs.items())
         if batch.batch_size < self.static.held:
             stale = [self._rows(name, batch.batch_size, self.static.held) for name in self.inputs]

@@ -44,7 +44,7 @@ def routed(request, monkeypatch):
         triton = pytest.importorskip("triton")
         if not triton.knobs.runtime.interpret:
             pytest.skip("Triton's interpreter is off")
-        from fa_fast.triton_ops.short_keys import short_key_attention as attend
+        from fa_fast.kernels.sgl_cuda import short_key_attention as attend
     calls: list[set[str]] = []
 
     def spy(*arguments: Any, **named: Any) -> Any:

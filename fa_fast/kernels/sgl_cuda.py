@@ -202,8 +202,11 @@ def merge_state(
     return launch(out_a, lse_a, out_b, lse_b, out)
 
 
-def short_key_attention(*arguments: Any, **named: Any) -> Tensor:
-    """The keys of a window or of a tree in one Triton kernel; arguments of kernels.short_keys' definition."""
+def short_key_attention(*arguments: Any, num_splits: int = 0, **named: Any) -> Tensor:
+    """The keys of a window or of a tree in one Triton kernel; arguments of kernels.short_keys' definition.
+
+    num_splits makes no difference: a program adds up a request's drafts in an order that no other request changes.
+    """
     from fa_fast.triton_ops.short_keys import short_key_attention as launch
 
     return launch(*arguments, **named)

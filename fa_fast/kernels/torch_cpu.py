@@ -22,7 +22,7 @@ from fa_fast.kernels._cpu_attend import Rows, run
 from fa_fast.kernels._cpu_keys import PagedKeys, RaggedKeys
 from fa_fast.kernels._cpu_visible import Visible
 from fa_fast.kernels.capability import Capability
-from fa_fast.kernels.short_keys import short_key_attention_torch as short_key_attention
+from fa_fast.kernels.short_keys import short_key_attention_torch
 from fa_ref.api.arguments import check_lengths, check_longest, check_page_ids, check_rows, result_dtype, starts
 from fa_ref.api.checks import device_checks_enabled
 
@@ -319,3 +319,29 @@ def _fold(
         qv_scale = (q_descale * v_descale)[..., None].expand(-1, -1, qv.shape[-1])
         q_scale = torch.cat([qv_scale, q_scale.expand(-1, -1, q.shape[-1])], -1)
     return q_scale, v_descale
+
+
+def short_key_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, num_splits: int = 0, **named: Any) -> Tensor:
+    """Arguments of kernels.short_keys' definition. num_splits=1: every request in a call of its own.
+
+    What a vectorised exp gives a number depends on where in the tensor it stands, so also on the other requests.
+    """
+    if num_splits != 1:
+        return short_key_attention_torch(q, k_cache, v_cache, **named)
+    requests, names = q.shape[0] // named["queries"], list(_OF_REQUESTS)
+    if named.get("row_index") is None:
+        names.append("page_table")
+    out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+    for request in range(requests):
+        own = {name: _part(named.get(name), requests, request) for name in names}
+        here = slice(request * named["queries"], (request + 1) * named["queries"])
+        out[here] = short_key_attention_torch(q[here], k_cache, v_cache, **named | own)
+    return out
+
+
+_OF_REQUESTS = ("row_index", "cache_seqlens", "slots", "mask", "prefix_out", "prefix_lse")
+
+
+def _part(value: Tensor | None, requests: int, request: int) -> Tensor | None:
+    """The rows of one request, of a tensor that has as many for each."""
+    return None if value is None else value.unflatten(0, (requests, -1))[request]
