@@ -480,7 +480,7 @@ def test_a_ladder_says_what_each_rung_was_worth_and_marks_the_floor():
     picture = show.ladder({"plain": 60, "paged": 20}, floor=10)
     assert lines(picture) == [
         f"plain  #####|{'#' * 24} 60 us",
-        f"paged  #####|####{' ' * 20} 20 us  3.00x",
+        f"paged  #####|####{' ' * 20} 20 us, 3.00x",
         f"floor       |{' ' * 24} 10 us",
     ]
     bars, line = [path.get("d") for path in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]

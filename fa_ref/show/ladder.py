@@ -20,14 +20,14 @@ def ladder(rungs: Mapping[str, float], floor: float, unit: str = "us", *, title:
 
     >>> ladder({"plain": 60, "paged": 20}, floor=10)
     plain  #####|######################## 60 us
-    paged  #####|####                     20 us  3.00x
+    paged  #####|####                     20 us, 3.00x
     floor       |                         10 us
     """
     times = list(rungs.values())
     if not times or any(not 0 < time < float("inf") for time in [*times, floor]):
         raise BadBatch(f"rungs {dict(rungs)}, floor {floor}; give at least one rung, and finite times above 0")
     top = max(*times, floor)
-    ratios = ["", *(f"  {above / own:.2f}x" for above, own in zip(times, times[1:], strict=False))]
+    ratios = ["", *(f", {above / own:.2f}x" for above, own in zip(times, times[1:], strict=False))]
     notes = [f"{_short(time)} {unit}{ratio}" for time, ratio in zip(times, ratios, strict=True)]
     names = [*rungs, "floor"]
     notes.append(f"{_short(floor)} {unit}")

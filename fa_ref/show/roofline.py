@@ -98,7 +98,7 @@ def _grid(x: _Scale, y: _Scale) -> str:
     path += "".join(f"M{SIDE} {_down(y, at)}h{WIDE}" for at in y.powers())
     below = "".join(label(_right(x, at), HIGH + 13, f"{at:g}") for at in x.powers()[:-1])
     left = "".join(label(SIDE - 4, _down(y, at) + 4, f"{at:g}") for at in y.powers()[:-1])
-    named = label(SIDE + WIDE, HIGH + 13, "flops a byte") + label(SIDE + WIDE, HIGH - 4, "up: TFLOP/s")
+    named = label(SIDE + WIDE, HIGH + 13, "flops a byte") + label(SIDE + 48, 14, "TFLOP/s")
     return f'<path d="{path}" stroke="currentColor" stroke-opacity=".2"/>' + group(
         group(below, text_anchor="middle") + group(left + named, text_anchor="end"), font_size=9
     )
