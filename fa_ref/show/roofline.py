@@ -105,11 +105,19 @@ def _grid(x: _Scale, y: _Scale) -> str:
 
 
 def _dots(x: _Scale, y: _Scale, points: Mapping[str, tuple[float, float]]) -> str:
-    """A dot for each point, its letter to the right below it, away from the roof."""
+    """A dot for each point, its letter right below it, or at its left where another letter stands already."""
     places = [(_right(x, at), _down(y, speed)) for at, speed in points.values()]
     path = "".join(f"M{right - 4} {down}a4 4 0 1 0 8 0a4 4 0 1 0-8 0" for right, down in places)
-    letters = "".join(label(right + 5, down + 11, _letter(i)) for i, (right, down) in enumerate(places))
+    written: list[tuple[int, int]] = []
+    for right, down in places:
+        spots = [(right + 5, down + 11), (right - 11, down + 12), (right - 3, down + 18)]
+        written.append(next((spot for spot in spots if not _taken(spot, written)), spots[0]))
+    letters = "".join(label(*spot, _letter(i)) for i, spot in enumerate(written))
     return f'<path d="{path}" fill="{colour(0)}"/>' + letters
+
+
+def _taken(spot: tuple[int, int], written: list[tuple[int, int]]) -> bool:
+    return any(abs(spot[0] - right) < 9 and abs(spot[1] - down) < 10 for right, down in written)
 
 
 def _twin(x: _Scale, y: _Scale, points: Mapping[str, tuple[float, float]], roof: Callable[[float], float]) -> list[str]:
