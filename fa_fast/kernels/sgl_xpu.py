@@ -97,10 +97,10 @@ def _latent(call: Paged, qv: Tensor, *, softmax_scale: float, causal: bool) -> T
     page_size, sequences = cache.shape[1], call.page_table.shape[0]
     even = -call.page_table.shape[1] % max(1, 128 // page_size)  # the kernels want tables of whole 128 tokens
     table = torch.nn.functional.pad(call.page_table, (0, even)) if even else call.page_table
-    shared = dict(
+    shared: dict[str, Any] = dict(
         q_nope=qv, q_pe=call.q, kv_c_and_k_pe_cache=cache, page_table=table, sm_scale=softmax_scale
     )  # fmt: skip
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         max_seq_len=max(1, call.max_seqlen_k), num_batches=sequences, num_heads=qv.shape[1], page_size=page_size
     )  # fmt: skip
     decodes = call.max_seqlen_q == 1 and qv.shape[0] == sequences

@@ -47,7 +47,7 @@ class Kernels:
 
 
 def prepared(kernels: Kernels, function: str, **fixed: Any) -> Callable[..., Any]:
-    """flash_attn_with_kvcache or flash_attn_varlen_func with some arguments given; called with the others, by keyword."""
+    """flash_attn_with_kvcache or flash_attn_varlen_func with some arguments given; called with the others."""
     run = {"flash_attn_with_kvcache": _with_kvcache, "flash_attn_varlen_func": _varlen}[function]
     return functools.partial(run, kernels, **fixed)
 
@@ -168,12 +168,12 @@ def _options(
         qv=False,
     )
     _refuse_others(capability, attention_chunk, scheduler_metadata, q_descale)
-    scales = {}
+    scales: dict[str, Any] = {}
     if keys.dtype == FP8:
         kv_heads = keys.shape[-2]
         scales["k_descale"] = one_scale(capability, "k_descale", k_descale, q.device).expand(sequences, kv_heads)
         scales["v_descale"] = one_scale(capability, "v_descale", v_descale, q.device).expand(sequences, kv_heads)
-    options = dict(
+    options: dict[str, Any] = dict(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=tuple(window_size),

@@ -1,7 +1,7 @@
 """What installed kernels get right, asked with problems so small that the answers are known in closed form.
 
-Some builds accept a softcap and ignore it, or return an LSE that nothing wrote. No version tells, so the device is asked
-once a process. A verdict takes away from a Capability, and never adds to it.
+Some builds accept a softcap and ignore it, or return an LSE that nothing wrote. No version tells, so the device is
+asked once a process. A verdict takes away from a Capability, and never adds to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def probe(kernels: Kernels, device: torch.device, merge: Callable[..., Any] | No
         return True
 
     def ask(queries: int, **options: Any) -> tuple[Tensor, Tensor | None]:
-        defaults = dict(softmax_scale=0.125, causal=False, window_size=(-1, -1), softcap=0.0, return_softmax_lse=False)
+        defaults: dict[str, Any] = dict(
+            softmax_scale=0.125, causal=False, window_size=(-1, -1), softcap=0.0, return_softmax_lse=False
+        )
         return kernels.paged(problem(device, queries), **(defaults | options))
 
     def output(queries: int, expected: list[float], **options: Any) -> str:
@@ -94,7 +96,7 @@ def problem(device: torch.device, queries: int) -> Paged:
     for key, (logit, value) in enumerate(zip(LOGITS, VALUES, strict=True)):
         k_cache[:, key, :, 0] = logit
         v_cache[:, key] = value
-    counts = dict(dtype=torch.int32, device=device)
+    counts: dict[str, Any] = dict(dtype=torch.int32, device=device)
     return Paged(
         q=q,
         k_cache=k_cache,
