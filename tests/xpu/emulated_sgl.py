@@ -6,6 +6,7 @@ a call open, the emulated kernel is the stricter one: rows that no sequence owns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,8 +27,9 @@ class Build:
     """A build of the module. The fields are what builds were seen to get wrong; the defaults are right."""
 
     softcap: bool = True  # False: accepted, and ignored
-    lse: str = "written"  # "garbage": allocated, never written; "empty": of size 0
+    lse: str = "written"  # "garbage": allocated, never written; "empty": of size 0; "base-2": another logarithm
     sinks: bool = True  # False: accepted, and ignored
+    sinks_in_lse: bool = True
     empty_merge_is_nan: bool = True  # in both generations
     returns: int = 2  # values of a call with return_softmax_lse=True
 
@@ -155,16 +157,14 @@ def _run(
     lse = torch.full(q.shape[:2], torch.nan)
     answer = q.new_full((*q.shape[:2], values[0].shape[-1] if values else q.shape[-1]), torch.nan)
     for (start, end), k, v in zip(spans(cu_seqlens_q), keys, values, strict=True):
-        answer[start:end], lse[start:end] = attend(
-            q[start:end],
-            k,
-            v,
-            scale=scale,
-            causal=call["causal"],
-            window=tuple(call["window_size"]),
+        options: dict[str, Any] = dict(
+            scale=scale, causal=call["causal"], window=tuple(call["window_size"]),
             cap=call["softcap"] if build.softcap else 0.0,
-            sinks=sinks if build.sinks else None,
-        )
+        )  # fmt: skip
+        mine, counted = q[start:end], sinks if build.sinks else None
+        answer[start:end], lse[start:end] = attend(mine, k, v, sinks=counted, **options)
+        if not build.sinks_in_lse:
+            lse[start:end] = attend(mine, k, v, **options)[1]
     if out is not None:
         need(out.shape == answer.shape and out.dtype == answer.dtype, "out must look like the answer")
         answer = out.copy_(answer)
@@ -178,7 +178,7 @@ def _lse(build: Build, lse: Tensor) -> Tensor:
         return lse.new_empty(0)
     if build.lse == "garbage":
         return (torch.arange(lse.numel()) * 37 % 101).float().view(lse.shape) - 50
-    return lse
+    return lse / math.log(2) if build.lse == "base-2" else lse
 
 
 def _read_tiles(cache: Tensor, pages: Tensor, length: int) -> Tensor:
