@@ -36,7 +36,7 @@ def pairs() -> list[tuple[str, str]]:
 def problem(form: str, kind: str, **arguments: Any) -> Case:
     """A ragged batch of a form, with a layer of a kind: 16 bit, pages of 64, heads of 64 unless said otherwise."""
     given = FORMS[form] | dict(prefix_lens=PAST[: 0 if form == "idle" else None])
-    given |= dict(page_size=64, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, window=20, chunk=64)
+    given |= dict(page_size=64, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, window=20)
     if kind == "mla":
         given |= dict(latent=512, rope=64)
     else:
@@ -44,6 +44,8 @@ def problem(form: str, kind: str, **arguments: Any) -> Case:
     if kind == "cross":
         given |= dict(encoder_lens=(3, 0, 70))
     given |= arguments
-    if given["page_size"] > given["chunk"]:
-        given["chunk"] = given["page_size"]
+    page_size = given["page_size"]
+    given["chunk"] = page_size * max(1, 64 // page_size)  # a chunk is of whole pages
+    if kind == "mla" and given.get("v_scale"):
+        given["v_scale"] = given["k_scale"]  # a latent is key and value
     return make_case(given.pop("mode"), **given)

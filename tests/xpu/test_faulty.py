@@ -15,7 +15,7 @@ from tests.xpu.emulated_sgl import BUILDS, Build, modules
 from tests.xpu.forms import problem
 
 RIGHT = Build(empty_merge_is_nan=False)
-FEW_KEYS: dict[str, Any] = dict(sinks=True, prefix_lens=(2, 0, 1))  # so that a sink weighs as much as they do
+CASCADE: dict[str, Any] = dict(sinks=True, prefix_lens=(64, 64, 64), shared_prefix=64, softcap=0.1)  # merged by LSE
 FAULTS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any], tuple[str, str]]] = {
     # what is wrong with the build, the verdicts against it, a layer that needs it, in a form and of a kind
     "softcap-ignored": (dict(softcap=False), {"softcap"}, dict(softcap=0.1), ("extend", "full")),
@@ -23,7 +23,7 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any], tuple[str, str
     "lse-empty": (dict(lse="empty"), {"lse", "sinks_in_lse"}, {}, ("verify-tree", "full")),
     "lse-in-base-2": (dict(lse="base-2"), {"lse", "sinks_in_lse"}, {}, ("draft-branches", "full")),
     "sinks-ignored": (dict(sinks=False), {"sinks", "sinks_in_lse"}, dict(sinks=True), ("decode", "full")),
-    "sinks-not-in-lse": (dict(sinks_in_lse=False), {"sinks_in_lse"}, FEW_KEYS, ("draft-branches", "full")),
+    "sinks-not-in-lse": (dict(sinks_in_lse=False), {"sinks_in_lse"}, CASCADE, ("decode", "full")),
 }
 
 
