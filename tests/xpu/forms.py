@@ -13,6 +13,7 @@ TREE = [-1, 0, 0, 1]
 PAST = (70, 0, 130)
 FORMS: dict[str, dict[str, Any]] = {
     "extend": dict(mode=ForwardMode.EXTEND, new_lens=(5, 66, 1)),
+    "prefill": dict(mode=ForwardMode.EXTEND, prefix_lens=(0, 0, 0), new_lens=(5, 66, 1)),
     "split-prefill": dict(mode=ForwardMode.SPLIT_PREFILL, new_lens=(2, 3, 4)),
     "mixed": dict(mode=ForwardMode.MIXED, new_lens=(1, 66, 1)),
     "decode": dict(mode=ForwardMode.DECODE),
@@ -21,7 +22,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "verify-chain": dict(mode=ForwardMode.TARGET_VERIFY, draft_token_num=4),
     "verify-tree": dict(mode=ForwardMode.TARGET_VERIFY, trees=[TREE, TREE, TREE]),
     "draft-extend": dict(mode=ForwardMode.DRAFT_EXTEND, new_lens=(3, 1, 2)),
-    "idle": dict(mode=ForwardMode.IDLE, new_lens=()),
+    "idle": dict(mode=ForwardMode.IDLE, prefix_lens=(), new_lens=()),
 }
 KINDS = {kind.name.lower(): kind for kind in LayerKind} | {"mla": None}
 MERGED = ("draft-branches", "verify-tree")  # two passes, joined by their LSE
@@ -35,7 +36,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def problem(form: str, kind: str, **arguments: Any) -> Case:
     """A ragged batch of a form, with a layer of a kind: 16 bit, pages of 64, heads of 64 unless said otherwise."""
-    given = FORMS[form] | dict(prefix_lens=PAST[: 0 if form == "idle" else None])
+    given: dict[str, Any] = dict(prefix_lens=PAST) | FORMS[form]
     given |= dict(page_size=64, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, window=20)
     if kind == "mla":
         given |= dict(latent=512, rope=64)

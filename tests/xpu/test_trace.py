@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from fa_fast.graphs import StaticBatch
+from fa_fast.kernels import select
+from fa_fast.kernels.xpu_generations import GENERATIONS as GENERATION_TABLES
 from fa_fast.planning import plan_batch, plan_unchecked
+from fa_fast.xpu import XPUAttentionBackend
+from fa_ref import UnsupportedByProvider
+from tests.support import FP8
 from tests.xpu.fake_device import DEVICE, fake_xpu, moved
-from tests.xpu.forms import pairs, problem
+from tests.xpu.forms import MERGED, pairs, problem
+from tests.xpu.signatures import GENERATIONS
+from tests.xpu.traced import Operator, modules
 
 every_pair = pytest.mark.parametrize("form,kind", pairs())
 REPLAYED = ("decode", "draft-chain", "draft-branches", "verify-chain", "verify-tree", "draft-extend")
@@ -63,6 +70,67 @@ def test_a_graph_s_plan_is_on_the_device_and_reads_no_value(form, kind, page_siz
         plan = plan_unchecked(static(there), there.config, there.step)
     assert {t.device for t in tensors(plan.passes)} == {DEVICE}
     assert looks_of(plan) == looks_of(wanted)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=GENERATIONS)
+def operator(request, install, monkeypatch) -> Operator:
+    """The device's own provider over an operator without values; the probe has nothing to look at, and is left out."""
+    operator = Operator(request.param)
+    provider = install("sgl_xpu", modules(operator), request.param)
+    monkeypatch.setitem(select.PROVIDERS, "sgl_xpu", "xpu")
+    monkeypatch.setattr(provider, "CAPABILITY", GENERATION_TABLES[request.param])
+    monkeypatch.setattr(provider, "load", lambda device: None)
+    return operator
+
+
+def refused(generation: str, form: str, kind: str) -> bool:
+    """What merges needs an LSE: the older generation writes none, and latents have none."""
+    return form in MERGED and (kind == "mla" or generation == "2026-08")
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@every_pair
+def test_a_layer_runs_on_the_device_and_reads_no_value(form, kind, page_size, operator):
+    case = problem(form, kind, page_size=page_size)
+    with fake_xpu():
+        there = moved(case)
+        backend = XPUAttentionBackend(there.config, speculative_step_id=there.step)
+        backend.init_forward_metadata(there.batch)
+        if refused(operator.generation, form, kind):
+            with pytest.raises(UnsupportedByProvider):
+                backend.forward(there.q, there.k, there.v, there.layer, there.batch)
+            return
+        out = backend.forward(there.q, there.k, there.v, there.layer, there.batch)
+    layer = case.layer
+    assert (out.shape, out.dtype) == ((case.q.shape[0], layer.tp_q_head_num * layer.v_head_dim), case.q.dtype)
+    assert out.device == DEVICE
+    assert operator.calls > 0 or form == "idle"
+
+
+@pytest.mark.parametrize("features", [{}, dict(kv_dtype=FP8, k_scale=0.5, v_scale=0.5), dict(sinks=True)], ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+@replayed
+def test_a_graph_s_layer_runs_on_the_device_and_reads_no_value(form, kind, page_size, features, operator):
+    if kind == "mla" and features:
+        pytest.skip("refused, as test_numerics says")
+    case = problem(form, kind, page_size=page_size, encode=False, **features)
+    with fake_xpu():
+        there = moved(case)
+        backend = XPUAttentionBackend(there.config, speculative_step_id=there.step)
+        batch = static(there)
+        tokens = 2 * (there.q.shape[0] // 3 if not batch.forward_mode.is_draft_extend() else 3)
+        q, k, v = (None if x is None else x.new_empty(tokens, x.shape[1]) for x in (there.q, there.k, there.v))
+        backend.init_forward_metadata_in_graph(batch)
+        if refused(operator.generation, form, kind):
+            with pytest.raises(UnsupportedByProvider):
+                backend.forward(q, k, v, there.layer, batch, sinks=there.sinks)
+            return
+        out = backend.forward(q, k, v, there.layer, batch, sinks=there.sinks)
+    assert (out.shape[0], out.dtype, out.device) == (tokens, case.q.dtype, DEVICE)
+    assert operator.calls > 0
 
 
 @pytest.mark.parametrize("ask", [Tensor.tolist, lambda x: x.max().item(), lambda x: int(x[0]), bool], ids=str)
