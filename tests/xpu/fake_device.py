@@ -53,7 +53,7 @@ def _field(name: str, value: Any) -> Any:
 
 
 class Indexing(TorchFunctionMode):
-    """x[...] by ops that have a fake: the one of a tensor asks for the device's driver first."""
+    """x[...], and what else asks for the device's driver first, by the ops below it, which have a fake."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -61,7 +61,14 @@ class Indexing(TorchFunctionMode):
             return _picked(*args)
         if func is Tensor.__setitem__ and not isinstance(args[0], HostTensor):
             return _put(*args)
-        return func(*args, **named)
+        return _GUARDED.get(func, func)(*args, **named)
+
+
+# Methods that ask for the device's driver, and the ops below them, which do not.
+_GUARDED: dict[Any, Any] = {
+    Tensor.contiguous: torch.ops.aten.contiguous.default,
+    Tensor.__invert__: torch.ops.aten.bitwise_not.default,
+}
 
 
 def _picked(x: Tensor, key: Any) -> Tensor:
