@@ -32,8 +32,8 @@ class XPUAttentionBackend(FlashAttentionBackend):
         config = BackendConfig.from_model_runner(runner)
         if torch.device(config.device).type != "xpu":
             raise BadConfig(
-                f"XPUAttentionBackend on device {config.device}; it is for xpu devices. Use FlashAttentionBackend, which "
-                "serves every device"
+                f"XPUAttentionBackend on device {config.device}; it is for xpu devices. Use "
+                "FlashAttentionBackend, which serves every device"
             )
         super().__init__(config, skip_prefill, speculative_step_id, topk, speculative_num_steps, provider)
 

@@ -90,7 +90,8 @@ class Capability:
     def require_passes(self, *, merges: bool, one_query: bool, group: int, sinks: bool, qv: bool) -> None:
         """Raise UnsupportedByProvider unless the passes of a plan run, for a layer that `require` let through.
 
-        merges: their states are merged, by LSE. one_query: a pass has one query a sequence. group: query heads a KV head.
+        merges: their states are merged, by LSE. one_query: a pass has one query a sequence. group: query heads that
+        share a KV head.
         """
         if merges and (not self.lse or (qv and self.qv_plain)):
             of = " of absorbed MLA" if qv else ""

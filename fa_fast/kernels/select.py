@@ -40,8 +40,8 @@ def provider_for(device: torch.device | str, name: str | None = None) -> Provide
         served = [provider for provider, device_type in PROVIDERS.items() if device_type == kind]
         if not served:
             raise UnsupportedByProvider(
-                f"no kernels for device {device}; supported: {', '.join(dict.fromkeys(PROVIDERS.values()))}. Move the pools and the "
-                "batch to one of them"
+                f"no kernels for device {device}; supported: {', '.join(dict.fromkeys(PROVIDERS.values()))}. Move the "
+                "pools and the batch to one of them"
             )
         name = served[0]
     if name not in PROVIDERS or PROVIDERS[name] != kind:

@@ -51,8 +51,8 @@ def _functions() -> Any:
         return import_module("sgl_kernel.flash_attn")
     except (ImportError, OSError, RuntimeError) as error:
         raise ProviderNotInstalled(
-            f"an Intel GPU needs sgl-kernel built for it, and importing sgl_kernel.flash_attn failed: {error}. There is "
-            "no wheel: run `python -m fa_fast.doctor` for how to build it, or use a CPU device"
+            f"an Intel GPU needs sgl-kernel built for it, and importing sgl_kernel.flash_attn failed: {error}. There "
+            "is no wheel: run `python -m fa_fast.doctor` for how to build it, or use a CPU device"
         ) from error
 
 
@@ -101,8 +101,11 @@ def _latent(call: Paged, qv: Tensor, *, softmax_scale: float, causal: bool) -> T
         q_nope=qv, q_pe=call.q, kv_c_and_k_pe_cache=cache, page_table=table, sm_scale=softmax_scale
     )  # fmt: skip
     sizes: dict[str, Any] = dict(
-        max_seq_len=max(1, call.max_seqlen_k), num_batches=sequences, num_heads=qv.shape[1], page_size=page_size
-    )  # fmt: skip
+        max_seq_len=max(1, table.shape[1]) * page_size,
+        num_batches=sequences,
+        num_heads=qv.shape[1],
+        page_size=page_size,
+    )
     decodes = call.max_seqlen_q == 1 and qv.shape[0] == sequences
     if decodes:
         workspace = _workspace(package.flash_mla_get_workspace_size, qv.device, num_kv_splits=1, **sizes)
