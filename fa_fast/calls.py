@@ -91,7 +91,9 @@ class KnownLayer:
 
 def capturing(x: Tensor) -> bool:
     """Whether what is launched now is recorded in a graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if x.is_cuda:
+        return torch.cuda.is_current_stream_capturing()
+    return x.is_xpu and getattr(torch.xpu, "is_current_stream_capturing", bool)()  # torch < 2.11 has no XPU graphs
 
 
 class Operands(NamedTuple):

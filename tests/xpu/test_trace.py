@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_fast.calls import capturing
 from fa_fast.graphs import StaticBatch
 from fa_fast.kernels import select
 from fa_fast.kernels.xpu_generations import GENERATIONS as GENERATION_TABLES
@@ -84,6 +85,7 @@ def operator(request, install, monkeypatch) -> Operator:
     monkeypatch.setitem(select.PROVIDERS, "sgl_xpu", "xpu")
     monkeypatch.setattr(provider, "CAPABILITY", GENERATION_TABLES[request.param])
     monkeypatch.setattr(provider, "load", lambda device: None)
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: False, raising=False)
     return operator
 
 
@@ -142,6 +144,15 @@ def test_a_graph_s_layer_runs_on_the_device_and_reads_no_value(form, kind, featu
         out = backend.forward(q, k, v, there.layer, batch, sinks=there.sinks)
     assert (out.shape[0], out.dtype, out.device) == (tokens, case.q.dtype, DEVICE)
     assert operator.calls > 0
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_a_capture_on_the_device_is_seen(recording, monkeypatch):
+    """What is made while a graph is recorded holds nothing yet, and is not kept for the next step."""
+    monkeypatch.setattr(torch.xpu, "is_current_stream_capturing", lambda: recording, raising=False)
+    with fake_xpu():
+        assert capturing(torch.empty(1, device=DEVICE)) is recording
+        assert capturing(torch.empty(1)) is False
 
 
 @pytest.mark.parametrize("ask", [Tensor.tolist, lambda x: x.max().item(), lambda x: int(x[0]), bool], ids=str)
