@@ -85,9 +85,9 @@ docs: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-dev
 	$(PY) -m benchmarks $(BENCH)
 
-# The build of torch for Intel GPUs: TORCH="torch==2.13.0+xpu" PIP_FLAGS="--extra-index-url ..." (docs/install.md).
-test-xpu: $(VENV)/.stamp-dev
-	$(ONE_THREAD) $(PY) -m pytest tests/hardware -m hardware -n 0 -rs
+# In the environment that the kernels were built in (docs/install.md), not in .venv.
+test-xpu:
+	$(ONE_THREAD) $(PYTHON) -m pytest tests/hardware -m hardware -rs
 
 fuzz: $(VENV)/.stamp-dev
 	FA_FUZZ=long $(ONE_THREAD) $(PY) -m pytest tests/fuzz -n $(JOBS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import fa_fast
 from fa_fast.kernels import select
 from fa_ref import UnsupportedByProvider
 from fa_ref.cases import Case
+from tests.xpu import emulated_vllm
 from tests.xpu.emulated_sgl import BUILDS, Build, modules
 from tests.xpu.forms import problem
 
@@ -75,6 +77,18 @@ def test_without_the_probe_the_faulty_build_answers_wrong(fault, install, monkey
             run(case)
     else:
         assert not case.judge(run(case)).ok
+
+
+@pytest.mark.parametrize("lost", [dict(s_aux=None), dict(softcap=0.0)], ids=["sinks", "softcap"])
+def test_a_faulty_build_of_the_other_package_is_found_out_too(lost, install):
+    faulty = emulated_vllm.modules()
+    interface: Any = faulty["vllm_xpu_kernels.flash_attn_interface"]
+    right = interface.flash_attn_varlen_func
+    interface.flash_attn_varlen_func = wraps(right)(lambda **call: right(**call | lost))
+    module = install("vllm_xpu", faulty)
+    module.load(torch.device("cpu"))
+    against = {"sinks", "sinks_in_lse"} if "s_aux" in lost else {"softcap"}
+    assert {name for name, said in verdicts(module).items() if said is False} == against
 
 
 def test_a_merge_of_two_empty_states_that_is_nan_is_reported_and_not_used(install):

@@ -24,9 +24,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "page-1": dict(page_size=1),
     "page-3": dict(page_size=3),
     "page-16": dict(page_size=16),
-    "page-32": dict(page_size=32),
     "page-128": dict(page_size=128),
-    "page-256": dict(page_size=256),
     "page-192": dict(page_size=192),
     "fp16": dict(dtype=FP16),
     "dim-128": dict(head_dim=128),
@@ -69,7 +67,9 @@ def rows() -> list[tuple[str, str, str]]:
         (form, kind, feature)
         for form, kind in pairs()
         for feature in FEATURES
-        if not (kind == "mla" and feature in NOT_OF_MLA) and not (form == "idle" and feature != "plain")
+        if not (kind == "mla" and feature in NOT_OF_MLA)
+        and (form != "idle" or feature == "plain")
+        and (form == "verify-tree" or feature != "expanded-trees")
     ]
 
 
