@@ -14,10 +14,10 @@ import torch
 from fa_ref import ProviderNotInstalled
 from tests.hardware import report
 
-if not torch.xpu.is_available():
-    pytest.skip("needs an Intel GPU and a build of torch for it", allow_module_level=True)
-
-pytestmark = pytest.mark.hardware
+pytestmark = [
+    pytest.mark.hardware,
+    pytest.mark.skipif(not torch.xpu.is_available(), reason="needs an Intel GPU and a build of torch for it"),
+]
 DEVICE = "xpu"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hardware import report
+from tests.hardware.test_xpu import judged
 from tests.xpu.conftest import BUILDS
 from tests.xpu.emulated_sgl import Build, modules
 from tests.xpu.forms import MERGED
@@ -44,3 +45,14 @@ def test_the_report_tells_right_from_refused_from_wrong_from_an_error(provider, 
     told = report.numerics("cpu", "sgl_xpu", "verify-tree", "full", "plain")
     assert told["result"] == "error" and told["says"].startswith("IndexError")
     assert report.summary([refused, wrong, wrong]) == {"refused": 1, "wrong": 2}
+
+
+@pytest.mark.parametrize("bad", ["wrong", "error"])
+def test_one_bad_case_fails_the_suite_and_stays_in_the_report(bad):
+    found: dict[str, Any] = dict(cases=[])
+    judged(found, [dict(case="a", result="right"), dict(case="b", result="refused")])
+    with pytest.raises(AssertionError, match="1 of 2 cases"):
+        judged(found, [dict(case="c", result="right"), dict(case="d", result=bad)])
+    assert found["summary"] == {bad: 1, "refused": 1, "right": 2}
+    with pytest.raises(AssertionError, match="every case was refused"):
+        judged(found, [dict(case="e", result="refused")])
