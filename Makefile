@@ -7,6 +7,7 @@
 #   make generate   renew what is written from code: README's table, overview picture, performance page
 #   make docs       the site, warnings as errors: docs/_build/html/index.html
 #   make bench      the benchmark suite (BENCH="--device cpu --only decode --json out.json")
+#   make test-xpu   on an Intel GPU: numerics and graphs, and a report in JSON (FA_XPU_REPORT=report.json)
 #   make fuzz       20 000 random batches, masks = passes = fast
 #   make lint       ruff and pyright
 #   make clean      remove what was built, .venv included
@@ -34,11 +35,11 @@ NBVAL      := --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanit
 # out: they check their arguments themselves, and tests look at the errors they raise.
 SHAPES     := --jaxtyping-packages=fa_ref.masks,fa_ref.attention,fa_ref.planning,fa_ref.oracle,beartype.beartype
 
-.PHONY: help demo test lab notebooks generate docs bench fuzz lint unit nbval clean
+.PHONY: help demo test lab notebooks generate docs bench test-xpu fuzz lint unit nbval clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,15s/^# \{0,1\}//p' Makefile
+	@sed -n '3,16s/^# \{0,1\}//p' Makefile
 
 # ---- environment: each stamp says that its pip installs have succeeded -----------------------------------
 
@@ -83,6 +84,10 @@ docs: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(PY) -m benchmarks $(BENCH)
+
+# In the environment that the kernels were built in (docs/install.md), not in .venv.
+test-xpu:
+	$(ONE_THREAD) $(PYTHON) -m pytest tests/hardware -m hardware -rs
 
 fuzz: $(VENV)/.stamp-dev
 	FA_FUZZ=long $(ONE_THREAD) $(PY) -m pytest tests/fuzz -n $(JOBS)

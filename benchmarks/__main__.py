@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla", "steps")}  # modules: DEVICE_NAME.py
+# modules: DEVICE_NAME.py
+SUITES = {"cpu": ("attention",), "cuda": ("attention", "speculation", "mla", "steps", "ladder")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", choices=SUITES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suite", help="attention, speculation, mla or steps; all that the device has without it")
+    parser.add_argument("--suite", help="attention, speculation, mla, steps or ladder; without it all of the device")
     parser.add_argument("--only", default="", help="rows whose name contains this text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", help="write the results to this file")

@@ -35,8 +35,8 @@ class FlashAttentionBackend(BatchPlanner):
     """Attention of one model over its paged cache. Call init_forward_metadata once a batch, forward once a layer.
 
     runner: a server's model runner, or a BackendConfig. provider: the name of a kernel provider; None takes the
-    device's own ("torch_cpu", "sgl_cuda"). q is [tokens, heads * head_dim] or [tokens, heads, head_dim]; the output
-    is [tokens, heads * v_head_dim]. Nothing here waits for the device, unless FA_CHECK=1.
+    device's own ("torch_cpu", "sgl_cuda", "sgl_xpu"). q is [tokens, heads * head_dim] or [tokens, heads, head_dim]; the
+    output is [tokens, heads * v_head_dim]. Nothing here waits for the device, unless FA_CHECK=1.
 
     Raises BadConfig, BadBatch, BadPageTable, UnsupportedByProvider, ProviderNotInstalled; the backend stays usable.
     """
@@ -98,6 +98,13 @@ class FlashAttentionBackend(BatchPlanner):
             else:
                 refuse_rope(q_rope, k_rope)
                 check_layer_inputs(q, k, v, known.layer, plan.num_tokens, config, sinks, shared.key_rows)
+            self.kernels.CAPABILITY.require_passes(
+                merges=shared.merges,
+                one_query=shared.one_query,
+                group=geometry.heads // geometry.kv_heads,
+                sinks=sinks is not None,
+                qv=geometry.latents,
+            )
             shared.accepted = found
         known.refresh()
         new_k, new_v = None, None
@@ -341,6 +348,7 @@ class FlashAttentionBackend(BatchPlanner):
             page_table=step.page_table,
             cache_batch_idx=step.row_index,
             cache_seqlens=step.cache_seqlens,
+            max_seqlen_k=step.max_seqlen_k,
             scheduler_metadata=self._schedule(step, on, shape),
             **common,
         )

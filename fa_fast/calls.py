@@ -91,7 +91,9 @@ class KnownLayer:
 
 def capturing(x: Tensor) -> bool:
     """Whether what is launched now is recorded in a graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if x.is_cuda:
+        return torch.cuda.is_current_stream_capturing()
+    return x.is_xpu and getattr(torch.xpu, "is_current_stream_capturing", bool)()  # torch < 2.11 has no XPU graphs
 
 
 class Operands(NamedTuple):
@@ -117,6 +119,8 @@ class Shared:
         self.passes = step.plan.for_kind(self.kind)
         for one in self.passes:
             check_cut(one, known.layer)
+        self.merges = len(self.passes) > 1 and self.passes[0].token_index is None
+        self.one_query = any(getattr(one, "max_seqlen_q", 0) == 1 for one in self.passes)
         plain = step.config.dtype == step.config.kv_cache_dtype and not known.geometry.latents
         self.attends_to_new = plain and any(getattr(one, "keys_are_new", False) for one in self.passes)
         self.key_rows = key_rows(step.batch, self.kind, step.plan.num_tokens)

@@ -4,7 +4,7 @@
     python -m fa_fast.doctor --json     the same as JSON
 
 `gather` reads the machine into a `Machine` record; `diagnose` is a pure function of that record, so every
-situation can be tested without owning the hardware. Without a CUDA device sgl_kernel is never imported.
+situation can be tested without owning the hardware. Without a GPU sgl_kernel is never imported.
 """
 
 from __future__ import annotations
@@ -55,11 +55,18 @@ class Machine:
     nvidia_driver: str | None = None
     owners: tuple[tuple[str, str], ...] = ()  # (name, version) of each distribution that installs sgl_kernel
     module_found: bool = False  # sgl_kernel is on the path, owned or not
-    kernel_error: str | None = None  # what importing sgl_kernel said; only tried on a CUDA device
+    kernel_error: str | None = None  # what importing sgl_kernel said; only tried on a GPU
     operator_error: str | None = None  # why FA3 is not called as an operator, where sgl_kernel could be imported
     xpu_placeholder: bool = False  # sglang-kernel-xpu is installed and brings no module
     triton: str | None = None
-    providers: tuple[str, ...] = ("torch_cpu", "sgl_cuda")  # modules of fa_fast.kernels that exist
+    probe: tuple[tuple[str, bool | None], ...] = ()  # what the device's kernels get right; only asked on an Intel GPU
+    probe_notes: tuple[str, ...] = ()  # what came instead
+    providers: tuple[str, ...] = (
+        "torch_cpu",
+        "sgl_cuda",
+        "sgl_xpu",
+        "vllm_xpu",
+    )  # modules of fa_fast.kernels that exist
 
     @property
     def kind(self) -> str:
@@ -212,11 +219,23 @@ def _xpu(machine: Machine) -> list[Finding]:
     if "sgl_xpu" not in machine.providers:
         text = f"this version of fa_fast has no provider for Intel GPUs. {CPU_WORKS}"
         return [Finding(level="broken", text=text)]
+    if machine.kernel_error:
+        text = f"sgl_kernel cannot be used: {machine.kernel_error}"
+        return [Finding(level="broken", text=text, fix=XPU_RECIPE)]
     if machine.module_found:
-        return [Finding(level="ok", text="sgl_kernel is installed")]
+        return [Finding(level="ok", text="sgl_kernel is installed"), *_probed(machine)]
     placeholder = " (sglang-kernel-xpu from the package index is an empty placeholder)"
     text = f"sgl_kernel is not installed{placeholder if machine.xpu_placeholder else ''}. {CPU_WORKS}"
     return [Finding(level="broken", text=text, fix=XPU_RECIPE)]
+
+
+def _probed(machine: Machine) -> list[Finding]:
+    """What the probe of an Intel GPU's kernels said; what failed there is refused by name."""
+    found = [Finding(level="note", text="the Intel GPU path was tested by contract and never run on Intel hardware")]
+    right = [name for name, verdict in machine.probe if verdict]
+    if right:
+        found.append(Finding(level="ok", text=f"the kernels' answers are right for: {', '.join(right)}"))
+    return [*found, *(Finding(level="note", text=f"a wrong answer: {note}") for note in machine.probe_notes)]
 
 
 def _cpu(machine: Machine) -> list[Finding]:
@@ -228,8 +247,9 @@ def _cpu(machine: Machine) -> list[Finding]:
 def _triton(machine: Machine) -> list[Finding]:
     if machine.triton:
         return [Finding(level="ok", text=f"triton {machine.triton}")]
-    if machine.kind == "cpu":
-        return [Finding(level="note", text="triton is not installed; the CPU provider does not need it")]
+    if machine.kind != "cuda":
+        text = f"triton is not installed; the provider of {machine.kind} devices does not need it"
+        return [Finding(level="note", text=text)]
     return [
         Finding(
             level="broken",
@@ -275,6 +295,8 @@ def gather() -> Machine:
     has_cuda = any(device.kind == "cuda" for device in torch_facts.get("devices", ()))
     owner_names = {name for name, _ in owners}
     kernel_error = _kernel_error() if has_cuda and module_found else None
+    has_xpu = not has_cuda and any(device.kind == "xpu" for device in torch_facts.get("devices", ()))
+    probed: dict[str, Any] = _xpu_probe() if has_xpu and module_found else {}
     return Machine(
         python=platform.python_version(),
         system=platform.system(),
@@ -282,14 +304,27 @@ def gather() -> Machine:
         nvidia_driver=_nvidia_driver(),
         owners=owners,
         module_found=module_found,
-        kernel_error=kernel_error,
+        kernel_error=probed.pop("kernel_error", kernel_error),
         operator_error=_operator_error() if has_cuda and module_found and not kernel_error else None,
         xpu_placeholder=_version(distributions.XPU_PLACEHOLDER) is not None
         and distributions.XPU_PLACEHOLDER not in owner_names,
         triton=_version("triton"),
-        providers=tuple(name for name in PROVIDERS.values() if importlib.util.find_spec(f"fa_fast.kernels.{name}")),
+        providers=tuple(
+            name for name in (*PROVIDERS.values(), "vllm_xpu") if importlib.util.find_spec(f"fa_fast.kernels.{name}")
+        ),
+        **probed,
         **torch_facts,
     )
+
+
+def _xpu_probe() -> dict[str, Any]:
+    """Load the provider of Intel GPUs, which asks its kernels once, and read what they answered."""
+    provider: Any = importlib.import_module("fa_fast.kernels.sgl_xpu")
+    try:
+        provider.load()
+    except Exception as error:  # not importable, or wrong in plain attention
+        return {"kernel_error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+    return {"probe": tuple(provider.VERDICTS.rows()), "probe_notes": provider.VERDICTS.notes}
 
 
 def _torch_facts() -> dict[str, Any]:

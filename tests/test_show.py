@@ -88,6 +88,13 @@ GALLERY = {
     "tree": lambda: show.tree(PARENTS, ["the", "cat", "dog", "sat", "ran", "barked", "<off>"]),
     "bars": lambda: show.bars(["plain", "cascade"], [48, 16.25], "MB", title="read"),
     "chain": lambda: show.chain([("q", 1, 12), ("w<uk>", 12, 16), ("latent", 16, 9)], first=1, title="keys first"),
+    "roofline": lambda: show.roofline(
+        {"decode": (4, 16), "tree <T>": (60, 200), "window": (8, 2), "prefill": (5000, 650)},
+        tera_bytes=4.4,
+        tera_flops=770,
+        title="an H200",
+    ),
+    "ladder": lambda: show.ladder({"naive": 3000, "paged & split": 1400.4, "graph": 450}, 122, title="a step"),
     "timeline": lambda: show.timeline({"host": "ppaa", "gpu": "...p.a"}, {"p": "plan", "a": "<a>"}, title="eager"),
 }
 
@@ -447,6 +454,41 @@ def test_bars_are_proportional():
     ]
 
 
+ROOFED = {"low": (1, 1), "ridge": (100, 100), "right": (1000, 50)}
+
+
+def test_a_roofline_rises_with_the_bytes_to_the_ridge_and_is_level_behind():
+    picture = show.roofline(ROOFED, tera_bytes=1, tera_flops=100)
+    plot = [line[2:] for line in lines(picture)[:16]]
+    at_top = plot[0].ljust(57)
+    assert at_top.index("b") == round(2 / 3 * 56) and set(at_top[at_top.index("b") + 1 :]) == {"="}
+    slope = {(column, row) for row, line in enumerate(plot) for column, cell in enumerate(line) if cell in "/ab"}
+    assert slope == {(column, 15 - round(column * 15 / (2 / 3 * 56))) for column in range(round(2 / 3 * 56) + 1)}
+    assert lines(picture)[-1] == "c right: 1000 flops a byte, 50 TFLOP/s, 50 % of the roof"
+
+
+def test_the_svg_of_a_roofline_puts_dots_on_and_under_the_roof():
+    picture = show.roofline(ROOFED, tera_bytes=1, tera_flops=100)
+    _, roof, dots = [path.get("d") for path in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]
+    corners = [tuple(map(int, corner.split())) for corner in roof.strip("M").split("L")]
+    centres = [(int(x) + 4, int(y)) for x, y in re.findall(r"M(\d+) (\d+)a", dots)]
+    assert centres[:2] == corners[:2] and corners[1][1] == corners[2][1]
+    assert centres[2][0] == corners[2][0] and centres[2][1] > corners[2][1]
+
+
+def test_a_ladder_says_what_each_rung_was_worth_and_marks_the_floor():
+    picture = show.ladder({"plain": 60, "paged": 20}, floor=10)
+    assert lines(picture) == [
+        f"plain  #####|{'#' * 24} 60 us",
+        f"paged  #####|####{' ' * 20} 20 us, 3.00x",
+        f"floor       |{' ' * 24} 10 us",
+    ]
+    bars, line = [path.get("d") for path in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]
+    ends = [(int(end) - int(side)) for side, end in re.findall(r"M(\d+) \d+H(\d+)", bars)]
+    side = int(re.match(r"M(\d+)", bars).group(1))
+    assert ends == [240, 80] and int(re.match(r"M(\d+)", line).group(1)) - side == 40
+
+
 def test_a_chain_counts_the_products_of_either_order():
     matrices = [("q", 2, 3), ("w", 3, 5), ("k", 5, 7)]
     assert lines(show.chain(matrices, first=0)) == [
@@ -556,6 +598,10 @@ def test_source_of_a_class_cuts_every_docstring():
         (lambda: show.tree([-1], path=[0, 1]), BadBatch, "a tree of 1 nodes"),
         (lambda: show.bars(["a"], [-1]), BadBatch, "at least 0"),
         (lambda: show.bars(["a"], [1, 2]), BadBatch, "1 labels"),
+        (lambda: show.roofline({"a": (0, 1)}, tera_bytes=1, tera_flops=1), BadBatch, "above 0"),
+        (lambda: show.roofline({}, tera_bytes=1, tera_flops=1), BadBatch, "1 to 26"),
+        (lambda: show.ladder({}, 1), BadBatch, "at least one rung"),
+        (lambda: show.ladder({"a": 1}, 0), BadBatch, "above 0"),
         (lambda: show.page_table([[1]], names=["A", "B"]), BadBatch, "2 names for 1 rows"),
     ],
 )

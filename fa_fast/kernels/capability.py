@@ -34,6 +34,12 @@ class Capability:
     attention_chunk: bool
     scheduler_metadata: bool
     remedy: str
+    sink_dims: frozenset[int] | None = None  # head dims with sinks; None: all of head_dims
+    sinks_in_lse: bool = True  # the LSE of a call with sinks counts them, as a merge needs
+    fp8_dtypes: frozenset[torch.dtype] | None = None  # of q over an fp8 cache; None: all of dtypes
+    head_scales: bool = True  # an fp8 cache may have a scale for every head; False: one for the whole cache
+    decode_group: int | None = None  # most query heads a KV head where each sequence has one query
+    qv_plain: bool = False  # a call with qv takes no softcap, sinks or window and returns no LSE
 
     def refuse(self, asked: str, supported: str) -> UnsupportedByProvider:
         return UnsupportedByProvider(
@@ -62,6 +68,8 @@ class Capability:
             raise self.refuse(f"a {kv_dtype} cache", _names(self.kv_dtypes))
         if kv_dtype not in (dtype, FP8):
             raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"a cache of q's own dtype, or of {FP8}")
+        if kv_dtype == FP8 and self.fp8_dtypes is not None and dtype not in self.fp8_dtypes:
+            raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"q of {_names(self.fp8_dtypes)} there")
         if qv:
             self._require_qv(kv_dtype, head_dim, v_head_dim)
         elif self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:
@@ -72,6 +80,32 @@ class Capability:
         for feature, wanted in asked.items():
             if wanted and not getattr(self, feature):
                 raise self.refuse(feature, "calls without it")
+            if wanted and qv and self.qv_plain:
+                raise self.refuse(f"{feature} with qv (absorbed MLA)", "calls without it")
+        if sinks and self.sink_dims is not None and head_dim not in self.sink_dims:
+            raise self.refuse(f"sinks at head dim {head_dim}", f"sinks at head dims {sorted(self.sink_dims)}")
+        if sinks and lse and not self.sinks_in_lse:
+            raise self.refuse("a merge of states that sinks are part of", "sinks where one pass covers all keys")
+
+    def require_passes(self, *, merges: bool, one_query: bool, group: int, sinks: bool, qv: bool) -> None:
+        """Raise UnsupportedByProvider unless the passes of a plan run, for a layer that `require` let through.
+
+        merges: their states are merged, by LSE. one_query: a pass has one query a sequence. group: query heads that
+        share a KV head.
+        """
+        if merges and (not self.lse or (qv and self.qv_plain)):
+            of = " of absorbed MLA" if qv else ""
+            raise self.refuse(
+                f"passes that are merged{of}, since its kernels return no LSE there",
+                "plans of one pass: no cascade_prefix, and drafts in a chain (topk 1)",
+            )
+        if merges and sinks and not self.sinks_in_lse:
+            raise self.refuse("a merge of states that sinks are part of", "sinks where one pass covers all keys")
+        if one_query and not qv and self.decode_group is not None and group > self.decode_group:
+            raise self.refuse(
+                f"decode with {group} query heads a KV head",
+                f"up to {self.decode_group}: divide the heads among devices",
+            )
 
     def _require_qv(self, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
         if self.qv_dims is not None and (head_dim, v_head_dim) not in self.qv_dims:

@@ -11,14 +11,15 @@ import torch
 from fa_fast.kernels.capability import Capability
 from fa_ref.api.errors import BadConfig, UnsupportedByProvider
 
-PROVIDERS = {"torch_cpu": "cpu", "sgl_cuda": "cuda"}  # provider module -> device type it runs on
+# Provider module -> the device type it runs on. The first of a device type is its default.
+PROVIDERS = {"torch_cpu": "cpu", "sgl_cuda": "cuda", "sgl_xpu": "xpu", "vllm_xpu": "xpu"}
 
 
 class Provider(Protocol):
     """A module of kernels; every function takes FlashAttention's arguments, by keyword."""
 
     CAPABILITY: Capability
-    load: Callable[[], None]  # raises ProviderNotInstalled unless the kernels are there
+    load: Callable[[torch.device], None]  # raises ProviderNotInstalled unless the kernels are there
     flash_attn_with_kvcache: Callable[..., Any]
     flash_attn_varlen_func: Callable[..., Any]
     prepared: Callable[..., Callable[..., Any]]  # (name of one of these two, **some arguments): called with the others
@@ -39,13 +40,13 @@ def provider_for(device: torch.device | str, name: str | None = None) -> Provide
         served = [provider for provider, device_type in PROVIDERS.items() if device_type == kind]
         if not served:
             raise UnsupportedByProvider(
-                f"no kernels for device {device}; supported: {', '.join(PROVIDERS.values())}. Move the pools and the "
-                "batch to one of them"
+                f"no kernels for device {device}; supported: {', '.join(dict.fromkeys(PROVIDERS.values()))}. Move the "
+                "pools and the batch to one of them"
             )
         name = served[0]
     if name not in PROVIDERS or PROVIDERS[name] != kind:
         known = ", ".join(f"{provider!r} on {device_type}" for provider, device_type in PROVIDERS.items())
         raise BadConfig(f"provider {name!r} on device {device}; fa_fast has {known}")
     module: Any = import_module(f"fa_fast.kernels.{name}")
-    module.load()
+    module.load(torch.device(device))
     return module

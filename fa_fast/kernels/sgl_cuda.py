@@ -43,7 +43,7 @@ CAPABILITY = Capability(
 )
 
 
-def load() -> None:
+def load(device: torch.device | None = None) -> None:
     """Raise ProviderNotInstalled, with what to do, unless FA3 can be called."""
     fa3_functions()
     _operator()
@@ -74,6 +74,8 @@ def prepared(
     lse comes back as a (tokens, heads) view of the kernel's (heads, tokens).
     With a FlashMLASchedule for metadata, FlashMLA answers instead.
     """
+    if function == "flash_attn_with_kvcache":
+        fixed.pop("max_seqlen_k", None)  # FA3 reads it off the table
     schedule = scheduler_metadata if isinstance(scheduler_metadata, flash_mla.FlashMLASchedule) else None
     metadata = {} if schedule is not None or scheduler_metadata is None else dict(scheduler_metadata=scheduler_metadata)
     launch = _launcher(function, **metadata, **fixed)

@@ -50,7 +50,7 @@ CAPABILITY = Capability(
 )
 
 
-def load() -> None:
+def load(device: torch.device | None = None) -> None:
     """Nothing to load: PyTorch is there."""
 
 
@@ -85,6 +85,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,

@@ -10,12 +10,14 @@ q1  # #
 
 from fa_ref.show.bars import bars
 from fa_ref.show.chain import chain
+from fa_ref.show.ladder import ladder
 from fa_ref.show.local import virtual_batches
 from fa_ref.show.mask import mask_diff, mask_grid, mask_row
 from fa_ref.show.picture import Picture, side_by_side, stacked
 from fa_ref.show.plan import plan
 from fa_ref.show.pool import pool_strip
 from fa_ref.show.ragged import ragged
+from fa_ref.show.roofline import roofline
 from fa_ref.show.source import Source, source
 from fa_ref.show.table import page_table
 from fa_ref.show.timeline import timeline
@@ -26,6 +28,7 @@ __all__ = [
     "Source",
     "bars",
     "chain",
+    "ladder",
     "mask_diff",
     "mask_grid",
     "mask_row",
@@ -33,6 +36,7 @@ __all__ = [
     "plan",
     "pool_strip",
     "ragged",
+    "roofline",
     "side_by_side",
     "source",
     "stacked",
