@@ -329,18 +329,18 @@ def short_key_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, num_spli
     """
     if num_splits != 1:
         return short_key_attention_torch(q, k_cache, v_cache, **named)
-    requests, names = q.shape[0] // named["queries"], list(_OF_REQUESTS)
+    requests, names = q.shape[0] // named["queries"], [*_OF_REQUESTS]
     if named.get("row_index") is None:
         names.append("page_table")
     out = q.new_empty(*q.shape[:2], v_cache.shape[2])
     for request in range(requests):
-        own = {name: _part(named.get(name), requests, request) for name in names}
+        own: dict[str, Any] = {name: _part(named.get(name), requests, request) for name in names}
         here = slice(request * named["queries"], (request + 1) * named["queries"])
         out[here] = short_key_attention_torch(q[here], k_cache, v_cache, **named | own)
     return out
 
 
-_OF_REQUESTS = ("row_index", "cache_seqlens", "slots", "mask", "prefix_out", "prefix_lse")
+_OF_REQUESTS: tuple[str, ...] = ("row_index", "cache_seqlens", "slots", "mask", "prefix_out", "prefix_lse")
 
 
 def _part(value: Tensor | None, requests: int, request: int) -> Tensor | None:

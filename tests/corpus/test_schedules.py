@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("kind", ["full", "sliding", "local"])
 every_way = pytest.mark.parametrize("way", ["eager", "graph"])
 
 
-# ---- 21 to 25: the schedule of a call ---------------------------------------------------------------------------------
+# ---- 21 to 25: the schedule of a call ----
 
 
 class Scheduler:
@@ -190,13 +190,14 @@ def test_report_22_on_a_gpu_a_capture_at_length_one_has_splits_for_100_000_keys(
     backend = fa_fast.FlashAttentionBackend(case.config)
     step = step_of(case, backend)
     runner = fa_fast.graphs.GraphRunner(
-        backend, step, ForwardMode.DECODE, (8,), {n: x.repeat(8, 1)[:8] for n, x in dict(q=case.q, k=case.k, v=case.v).items()}
+        backend, step, ForwardMode.DECODE, (8,),
+        {name: getattr(case, name).repeat(8, 1)[:8] for name in ("q", "k", "v")},
     )  # fmt: skip
     found = runner.run(case.batch, q=case.q, k=case.k, v=case.v)
     assert case.judge(found).ok
 
 
-# ---- 26 and 27: neighbours --------------------------------------------------------------------------------------------
+# ---- 26 and 27: neighbours ----
 
 ALONE: dict[str, dict[str, Any]] = {name: dict(form) for name, form in FORMS.items()} | {
     "extend": dict(mode=ForwardMode.EXTEND, new_lens=[3, 1, 9, 17, 1, 10]),
@@ -271,7 +272,7 @@ def test_report_26_a_deterministic_row_is_the_same_in_every_bucket(kind, form, d
     """The kind: padding rows are neighbours too."""
     case = problem(device, form, kind).replace_config(deterministic=True)
     small, large = runner_of(case, (1,)), runner_of(case, (REQUESTS,))
-    for lens, order in REPLAYS[2:3] + [([1], [0]), ([34], [3])]:
+    for lens, order in [*REPLAYS[2:3], ([1], [0]), ([34], [3])]:
         batch, inputs = at(case, lens, order)
         found = small.run(batch, **inputs).clone()
         assert torch.equal(found, large.run(batch, **inputs))
@@ -308,7 +309,7 @@ def test_report_27_a_neighbour_of_nine_or_ten_tokens_changes_no_bit_of_a_decode_
     assert first[1] == 3
 
 
-# ---- 28: a length, or a shorter cache ---------------------------------------------------------------------------------
+# ---- 28: a length, or a shorter cache ----
 
 
 @pytest.mark.parametrize("package", [fa_ref, fa_fast], ids=lambda package: package.__name__)
