@@ -208,10 +208,16 @@ def test_short_keys_of_a_thousand_sequences(device, ops):
     assert close(ops.short_keys(*arguments, **named), short_key_attention_torch(*arguments, **named))
 
 
-@pytest.mark.parametrize(("page_size", "deterministic"), [(1, False), (4, True)], ids=["plain", "deterministic"])
-@pytest.mark.parametrize("kind", ["full", "sliding", "local"])
+CROWDS: dict[str, dict[str, Any]] = {
+    "full-page1": dict(page_size=1),
+    "sliding-page4-deterministic": dict(kind=LayerKind.SLIDING, window=3, page_size=4, deterministic=True),
+    "local-page2": dict(kind=LayerKind.LOCAL, chunk=4, page_size=2),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
 @pytest.mark.parametrize("form", ["decode", "draft-branches", "verify-chain", "verify-tree", "draft-extend"])
-def test_layers_of_a_thousand_sequences(device, form, kind, page_size, deterministic):
+def test_layers_of_a_thousand_sequences(device, form, crowd):
     shapes: dict[str, dict[str, Any]] = {
         "decode": dict(mode=DECODE),
         "draft-branches": dict(mode=DECODE, topk=2, num_steps=2, step=1),
@@ -219,11 +225,9 @@ def test_layers_of_a_thousand_sequences(device, form, kind, page_size, determini
         "verify-tree": dict(mode=VERIFY, trees=[[-1, 0, 0]] * MANY),
         "draft-extend": dict(mode=EXTEND, new_lens=[2] * MANY),
     }
-    kinds = {"full": {}, "sliding": dict(kind=LayerKind.SLIDING, window=3),
-             "local": dict(kind=LayerKind.LOCAL, chunk=4)}  # fmt: skip
     case = case_on(
-        device, **shapes[form], **kinds[kind], prefix_lens=[n % 9 for n in range(MANY)], page_size=page_size, heads=2,
-        kv_heads=1, head_dim=8, deterministic=deterministic,
+        device, **shapes[form], **CROWDS[crowd], prefix_lens=[n % 9 for n in range(MANY)], heads=2, kv_heads=1,
+        head_dim=8,
     )  # fmt: skip
     assert case.batch.batch_size == MANY
     verdict = case.judge(run(case, "fast"))
