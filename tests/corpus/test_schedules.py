@@ -17,13 +17,13 @@ from fa_fast.kernels import torch_cpu
 from fa_ref import BadBatch, ForwardMode, LayerKind
 from fa_ref.cases import Case
 from fa_ref.numerics import judge
+from tests.corpus.test_graphs import every_way, way_to_run
 from tests.support import case_on
 from tests.test_graphs import FORMS, REPLAYS, REQUESTS, at, eager, every_form, problem, runner_of, same, step_of
 from tests.test_graphs import T as DRAFTS
 
 PAGES = pytest.mark.parametrize("page_size", [1, 4, 16])
 KINDS = pytest.mark.parametrize("kind", ["full", "sliding", "local"])
-every_way = pytest.mark.parametrize("way", ["eager", "graph"])
 
 
 # ---- 21 to 25: the schedule of a call ----
@@ -81,20 +81,6 @@ def scheduler(monkeypatch):
     monkeypatch.setattr(torch_cpu, "get_scheduler_metadata", found.get_scheduler_metadata)
     monkeypatch.setattr(torch_cpu, "prepared", found.prepared)
     return found
-
-
-def way_to_run(case: Case, way: str, buckets: tuple[int, ...] = (REQUESTS,)) -> Callable[..., Tensor]:
-    """One backend for all batches, eager or captured."""
-    if way == "graph":
-        return runner_of(case, buckets).run
-    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
-    step = step_of(case, backend)
-
-    def run(batch: Any, **inputs: Tensor) -> Tensor:
-        backend.init_forward_metadata(batch)
-        return step(batch, **inputs)
-
-    return run
 
 
 @every_way
