@@ -170,7 +170,7 @@ def fails_at(times: int, right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @every_form
-@pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "out_cache_loc", "q"])
+@pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "out_cache_loc", "q", "v"])
 def test_a_copy_that_fails_halfway_leaves_nothing_for_padding_rows(name, form, monkeypatch):
     """All six rows may be those of the failed batch, or of none: the next batch, of three, pads them either way."""
     model, plain = model_of("cpu", form), model_of("cpu", form)
