@@ -330,8 +330,10 @@ class FlashAttentionBackend(BatchPlanner):
     def _prepared(self, step: AttentionPass, on: Operands, new: bool, return_lse: bool) -> Callable[..., Any]:
         """The kernel call of a pass, with all arguments but those of one layer."""
         geometry = on.known.geometry
-        # A window that no key of the pass lies outside of is left out: the plain kernel is the faster one.
-        windowed = step.uses_window and step.max_seqlen_k > geometry.window_left + 1
+        # A window that no key of the pass lies outside of is left out: the plain kernel is the faster one. It rounds
+        # otherwise, and how long the longest neighbour is must not choose it for a deterministic row.
+        needed = self.config.deterministic or step.max_seqlen_k > geometry.window_left + 1
+        windowed = step.uses_window and needed
         shape: dict[str, Any] = dict(
             cu_seqlens_q=step.cu_seqlens_q,
             max_seqlen_q=step.max_seqlen_q,

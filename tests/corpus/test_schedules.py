@@ -354,6 +354,40 @@ def test_report_27_a_neighbour_of_nine_or_ten_tokens_changes_no_bit_of_a_decode_
     assert first[1] == 3
 
 
+def told(monkeypatch, case: Case) -> list[dict[str, Any]]:
+    """What the kernel calls are given that is no tensor; bounds of keys, which are hints, and copies left out."""
+    calls: list[dict[str, Any]] = []
+
+    def prepared(function: str, **fixed: Any) -> Any:
+        hints = ("max_seqlen_k", "return_softmax_lse")
+        calls.append({n: x for n, x in fixed.items() if n not in hints and not isinstance(x, Tensor)})
+        return RIGHT(function, **fixed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_cpu, "prepared", prepared)
+        case.run(fa_fast)
+    return calls
+
+
+@pytest.mark.parametrize("form", ALONE)
+@KINDS
+@PAGES
+@pytest.mark.parametrize("window", [6, 20, 45], ids="window{}".format)
+def test_report_26_27_no_neighbour_chooses_the_kernel_of_a_row(window, page_size, kind, form, monkeypatch):
+    """Dao 1897, vllm 51902: bounds and windows choose a kernel, which rounds in its own way. What a call is told of a
+    request alone, whose keys may all lie within the window, it is told beside longer ones and those of other lengths.
+    """
+    case = crowd("cpu", form, kind, page_size, copies=1)
+    if kind == "sliding":
+        layer = replace(case.layer, sliding_window_size=window)
+        case = replace(case, layer=layer).replace_config(sliding_window_size=window)
+    together = told(monkeypatch, case)
+    assert together, "no call"
+    for request in range(REQUESTS):
+        for call in told(monkeypatch, only(case, request)):
+            assert call in together, request
+
+
 # ---- 28: a length, or a shorter cache ----
 
 
