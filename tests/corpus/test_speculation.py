@@ -141,7 +141,7 @@ def many(mode: str, requests: int, page_size: int, **more: Any) -> Case:
 @SHRINKING
 @KINDS
 @pytest.mark.parametrize("left", [3, 5])
-def test_a_smaller_batch_reads_and_writes_nothing_of_the_one_before(left, kind, mode, page_size, route):
+def test_report_13_14_a_smaller_batch_reads_and_writes_nothing_of_the_one_before(left, kind, mode, page_size, route):
     """sglang #10892, #6309, #8296, #9888: fewer rows than before read stale positions. tokenspeed PR #955: rows past
     the batch kept other requests' pages and were written. Here on a backend without graphs: 8 requests, then 3 or 5.
     """
