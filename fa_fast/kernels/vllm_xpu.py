@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fa_fast.kernels import xpu_calls
-from fa_fast.kernels.short_keys import short_key_attention_torch as short_key_attention
-from fa_fast.kernels.torch_cpu import merge_state
+from fa_fast.kernels.torch_cpu import merge_state, short_key_attention
 from fa_fast.kernels.xpu_calls import Kernels, Paged, launch
 from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST
 from fa_fast.kernels.xpu_probe import Verdicts, narrowed, probe_once
