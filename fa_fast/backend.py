@@ -204,14 +204,8 @@ class FlashAttentionBackend(BatchPlanner):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """MLA in the MHA form: the caller's own keys and values, contiguous."""
         call = mha_call(q, k, v, layer, batch, self.forward_metadata, self.config, sinks, save_kv_cache)
-        self.kernels.CAPABILITY.require(
-            dtype=self.config.dtype,
-            kv_dtype=self.config.dtype,
-            head_dim=layer.head_dim,
-            v_head_dim=layer.v_head_dim,
-            softcap=layer.logit_cap != 0,
-            sinks=sinks is not None,
-            lse=batch.mha_return_lse,
+        self.kernels.CAPABILITY.require_mha_form(
+            layer, self.config.dtype, lse=batch.mha_return_lse, sinks=sinks is not None
         )
         result = self.kernels.flash_attn_varlen_func(
             **call, num_splits=self._num_splits, return_softmax_lse=batch.mha_return_lse

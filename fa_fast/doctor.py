@@ -26,7 +26,9 @@ from typing import Any
 
 from fa_fast.kernels import distributions
 
-PROVIDERS = {"cpu": "torch_cpu", "cuda": "sgl_cuda", "xpu": "sgl_xpu"}
+# Provider -> the device type it runs on, as in kernels.select, which imports torch. The first of a type is its default.
+PROVIDERS = {"torch_cpu": "cpu", "sgl_cuda": "cuda", "sgl_xpu": "xpu", "vllm_xpu": "xpu"}
+XPU_PACKAGES = {"sgl_xpu": "sgl_kernel", "vllm_xpu": "vllm_xpu_kernels"}  # modules
 XPU_RECIPE = "in a checkout of sgl-kernel-xpu: source /opt/intel/oneapi/setvars.sh && python -m pip install -v ."
 CPU_WORKS = 'Until then BackendConfig(device="cpu") runs here, on the provider torch_cpu.'
 FA3_TESTED = (9, 0)  # compute capability of the H200, where the kernels are tested
@@ -39,6 +41,16 @@ class Device:
     kind: str  # cuda, xpu, rocm, mps
     name: str
     compute: tuple[int, int] | None = None  # CUDA compute capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What the kernels of one provider answered to the questions of kernels.xpu_probe."""
+
+    provider: str
+    error: str | None = None  # not importable, or wrong in plain attention
+    verdicts: tuple[tuple[str, bool | None], ...] = ()
+    notes: tuple[str, ...] = ()  # what came instead of a right answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +71,9 @@ class Machine:
     operator_error: str | None = None  # why FA3 is not called as an operator, where sgl_kernel could be imported
     xpu_placeholder: bool = False  # sglang-kernel-xpu is installed and brings no module
     triton: str | None = None
-    probe: tuple[tuple[str, bool | None], ...] = ()  # what the device's kernels get right; only asked on an Intel GPU
-    probe_notes: tuple[str, ...] = ()  # what came instead
-    providers: tuple[str, ...] = (
-        "torch_cpu",
-        "sgl_cuda",
-        "sgl_xpu",
-        "vllm_xpu",
-    )  # modules of fa_fast.kernels that exist
+    vllm_xpu_found: bool = False  # vllm_xpu_kernels is on the path
+    probes: tuple[Probed, ...] = ()  # only asked on an Intel GPU, of the packages that are there
+    providers: tuple[str, ...] = tuple(PROVIDERS)  # modules of fa_fast.kernels that exist
 
     @property
     def kind(self) -> str:
@@ -219,23 +226,43 @@ def _xpu(machine: Machine) -> list[Finding]:
     if "sgl_xpu" not in machine.providers:
         text = f"this version of fa_fast has no provider for Intel GPUs. {CPU_WORKS}"
         return [Finding(level="broken", text=text)]
-    if machine.kernel_error:
-        text = f"sgl_kernel cannot be used: {machine.kernel_error}"
-        return [Finding(level="broken", text=text, fix=XPU_RECIPE)]
-    if machine.module_found:
-        return [Finding(level="ok", text="sgl_kernel is installed"), *_probed(machine)]
+    usable = _usable_on_xpu(machine)
+    found = [Finding(level="note", text="the Intel GPU path is contract-tested, never run on Intel hardware")]
+    if "sgl_xpu" in usable:
+        found.append(Finding(level="ok", text="sgl_kernel is installed"))
+    else:
+        found.append(_no_sgl_xpu(machine, "note" if usable else "broken"))
+        found += [Finding(level="ok", text=f'provider="{name}" runs here: pass it to the backend') for name in usable]
+    return found + [line for probed in machine.probes for line in _probed(probed)]
+
+
+def _usable_on_xpu(machine: Machine) -> list[str]:
+    """Providers of Intel GPUs whose package is there and can attend."""
+    there = {"sgl_xpu": machine.module_found, "vllm_xpu": machine.vllm_xpu_found}
+    failed = {probed.provider for probed in machine.probes if probed.error}
+    return [name for name in machine.providers if there.get(name) and name not in failed]
+
+
+def _no_sgl_xpu(machine: Machine, level: str) -> Finding:
+    """Why the default provider of Intel GPUs does not run."""
+    error = next((probed.error for probed in machine.probes if probed.provider == "sgl_xpu"), None)
+    if error:
+        return Finding(level=level, text=f"sgl_kernel cannot be used: {error}", fix=XPU_RECIPE)
     placeholder = " (sglang-kernel-xpu from the package index is an empty placeholder)"
-    text = f"sgl_kernel is not installed{placeholder if machine.xpu_placeholder else ''}. {CPU_WORKS}"
-    return [Finding(level="broken", text=text, fix=XPU_RECIPE)]
+    text = f"sgl_kernel is not installed{placeholder if machine.xpu_placeholder else ''}."
+    return Finding(level=level, text=text if level == "note" else f"{text} {CPU_WORKS}", fix=XPU_RECIPE)
 
 
-def _probed(machine: Machine) -> list[Finding]:
-    """What the probe of an Intel GPU's kernels said; what failed there is refused by name."""
-    found = [Finding(level="note", text="the Intel GPU path was tested by contract and never run on Intel hardware")]
-    right = [name for name, verdict in machine.probe if verdict]
-    if right:
-        found.append(Finding(level="ok", text=f"the kernels' answers are right for: {', '.join(right)}"))
-    return [*found, *(Finding(level="note", text=f"a wrong answer: {note}") for note in machine.probe_notes)]
+def _probed(probed: Probed) -> list[Finding]:
+    """What the probe said of one package; what failed there is refused by name."""
+    name = probed.provider
+    if probed.error:
+        text = f"{XPU_PACKAGES[name]} cannot be used: {probed.error}"
+        return [] if name == "sgl_xpu" else [Finding(level="note", text=text)]  # of the default it has been said
+    right = ", ".join(question for question, verdict in probed.verdicts if verdict)
+    notes = [f"{name}: a wrong answer, so refused or not used: {note}" for note in probed.notes]
+    found = [Finding(level="ok", text=f"{name}: the kernels' answers are right for {right}")] if right else []
+    return found + [Finding(level="note", text=note) for note in notes]
 
 
 def _cpu(machine: Machine) -> list[Finding]:
@@ -248,8 +275,8 @@ def _triton(machine: Machine) -> list[Finding]:
     if machine.triton:
         return [Finding(level="ok", text=f"triton {machine.triton}")]
     if machine.kind != "cuda":
-        text = f"triton is not installed; the provider of {machine.kind} devices does not need it"
-        return [Finding(level="note", text=text)]
+        needless = {"cpu": "the CPU provider does not need it", "xpu": "Intel GPUs do not need it"}[machine.kind]
+        return [Finding(level="note", text=f"triton is not installed; {needless}")]
     return [
         Finding(
             level="broken",
@@ -296,7 +323,8 @@ def gather() -> Machine:
     owner_names = {name for name, _ in owners}
     kernel_error = _kernel_error() if has_cuda and module_found else None
     has_xpu = not has_cuda and any(device.kind == "xpu" for device in torch_facts.get("devices", ()))
-    probed: dict[str, Any] = _xpu_probe() if has_xpu and module_found else {}
+    vllm_xpu_found = importlib.util.find_spec(XPU_PACKAGES["vllm_xpu"]) is not None
+    there = dict(sgl_xpu=module_found, vllm_xpu=vllm_xpu_found)
     return Machine(
         python=platform.python_version(),
         system=platform.system(),
@@ -304,27 +332,26 @@ def gather() -> Machine:
         nvidia_driver=_nvidia_driver(),
         owners=owners,
         module_found=module_found,
-        kernel_error=probed.pop("kernel_error", kernel_error),
+        kernel_error=kernel_error,
         operator_error=_operator_error() if has_cuda and module_found and not kernel_error else None,
         xpu_placeholder=_version(distributions.XPU_PLACEHOLDER) is not None
         and distributions.XPU_PLACEHOLDER not in owner_names,
         triton=_version("triton"),
-        providers=tuple(
-            name for name in (*PROVIDERS.values(), "vllm_xpu") if importlib.util.find_spec(f"fa_fast.kernels.{name}")
-        ),
-        **probed,
+        vllm_xpu_found=vllm_xpu_found,
+        probes=tuple(_asked(name) for name, found in there.items() if has_xpu and found),
+        providers=tuple(name for name in PROVIDERS if importlib.util.find_spec(f"fa_fast.kernels.{name}")),
         **torch_facts,
     )
 
 
-def _xpu_probe() -> dict[str, Any]:
-    """Load the provider of Intel GPUs, which asks its kernels once, and read what they answered."""
-    provider: Any = importlib.import_module("fa_fast.kernels.sgl_xpu")
+def _asked(name: str) -> Probed:
+    """Load a provider of Intel GPUs, which asks its kernels once, and read what they answered."""
+    provider: Any = importlib.import_module(f"fa_fast.kernels.{name}")
     try:
         provider.load()
     except Exception as error:  # not importable, or wrong in plain attention
-        return {"kernel_error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
-    return {"probe": tuple(provider.VERDICTS.rows()), "probe_notes": provider.VERDICTS.notes}
+        return Probed(provider=name, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    return Probed(provider=name, verdicts=tuple(provider.VERDICTS.rows()), notes=provider.VERDICTS.notes)
 
 
 def _torch_facts() -> dict[str, Any]:
@@ -402,12 +429,19 @@ def _text(value: Any) -> str:
 
 
 def capabilities(machine: Machine) -> tuple[Any, ...]:
-    """The Capability records of the providers this machine can choose: its device's own, and the CPU's."""
+    """The Capability records of the providers this machine can choose: its device's, and the CPU's."""
     if machine.torch is None:
         return ()
-    wanted = dict.fromkeys((PROVIDERS[machine.kind], PROVIDERS["cpu"]))
+    on_xpu = _usable_on_xpu(machine) if machine.kind == "xpu" else []
+    wanted = dict.fromkeys((*on_xpu, _chosen(machine), "torch_cpu"))
     names = [name for name in wanted if name in machine.providers]
     return tuple(importlib.import_module(f"fa_fast.kernels.{name}").CAPABILITY for name in names)
+
+
+def _chosen(machine: Machine) -> str:
+    """The provider that runs here: the device's default, or on an Intel GPU the one whose package is there."""
+    default = next(name for name, kind in PROVIDERS.items() if kind == machine.kind)
+    return next(iter(_usable_on_xpu(machine)), default) if machine.kind == "xpu" else default
 
 
 def render(machine: Machine, findings: Iterable[Finding], records: Iterable[Any]) -> str:
@@ -423,7 +457,7 @@ def render(machine: Machine, findings: Iterable[Finding], records: Iterable[Any]
         width = max(len(name) for name, _ in rows)
         lines += ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
     broken = sum(finding.level == "broken" for finding in findings)
-    lines += ["", f"{broken} broken" if broken else f"fa_fast runs here on {PROVIDERS[machine.kind]}"]
+    lines += ["", f"{broken} broken" if broken else f"fa_fast runs here on {_chosen(machine)}"]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_fast.write import write_kv
-from fa_ref.api import AttentionLayer, BackendConfig, ForwardBatch, MLAProjections, PrefixChunks, chunk_prefix
+from fa_ref.api import (
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    MLAProjections,
+    PrefixChunks,
+    UnsupportedByProvider,
+    chunk_prefix,
+)
 from fa_ref.api.bounds import slots_to_write
 from fa_ref.api.checks import req_to_token
 from fa_ref.api.mla_form import mla_call, prefix_lens
@@ -37,14 +46,16 @@ def mla_attention(
     head_dim latent + rope, v_head_dim latent), whose scaling is that of nope + rope.
 
     form: "absorbed"; "chunked", the MHA form with the cached prefix in chunks of `workspace_tokens` keys; "one_shot",
-    the MHA form over all keys at once; "auto", the cheaper one by counted operations and bytes. Raises BadBatch where a
-    form cannot run, and for inputs of other shapes; BadConfig for a layer and projections that do not fit. Only
+    the MHA form over all keys at once; "auto", the cheaper one by counted operations and bytes, and "absorbed" where
+    the provider cannot run that. Raises BadBatch where a form cannot run in a batch, and for inputs of other shapes;
+    UnsupportedByProvider where the kernels cannot run it; BadConfig for a layer and projections that do not fit. Only
     the first layer of a batch in an MHA form waits for the device, to copy lengths.
     """
     server_layer = layer
     form, batch, layer, inputs = mla_call(
-        backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens
-    )
+        backend, q_nope, q_rope, latent, k_rope, layer, batch, projections, form, workspace_tokens,
+        require=partial(_require, backend),
+    )  # fmt: skip
     q_nope, q_rope, latent, k_rope = inputs
     config = backend.config
     if form == "absorbed":
@@ -76,6 +87,16 @@ def mla_attention(
         keys, values = _expand(*_cached_rows(chunks, chunk, layer, batch, config), projections)
         out, lse = backend.kernels.merge_state(out, lse, *attend(keys, values, chunks.batch(batch, chunk)))
     return out.flatten(1)
+
+
+def _require(backend: Any, form: str, layer: AttentionLayer) -> None:
+    """Raise UnsupportedByProvider unless the backend's kernels run the MHA form. layer: the one in that form."""
+    capability = backend.kernels.CAPABILITY
+    try:
+        capability.require_mha_form(layer, backend.config.dtype, lse=form == "chunked")
+    except UnsupportedByProvider as error:
+        other = " Or pass form='absorbed', which this provider has" if capability.qv_dims != frozenset() else ""
+        raise UnsupportedByProvider(f"layer {layer.layer_id}, form {form!r}: {error}{other}") from None
 
 
 def _expand(latent: Tensor, rope: Tensor, projections: MLAProjections) -> tuple[Tensor, Tensor]:

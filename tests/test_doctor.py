@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fa_fast import doctor
-from fa_fast.doctor import Device, Machine, diagnose, exit_code
+from fa_fast.doctor import Device, Machine, Probed, diagnose, exit_code
 from fa_fast.kernels import distributions, select
 
 try:
@@ -242,8 +242,62 @@ def test_the_placeholder_package_is_called_a_placeholder():
     assert "sglang-kernel-xpu from the package index is an empty placeholder" in text
 
 
-def test_an_intel_gpu_with_kernels_is_healthy():
-    assert broken(dataclasses.replace(XPU, module_found=True)) == []
+NEVER_RUN = "the Intel GPU path is contract-tested, never run on Intel hardware"
+RIGHT = Probed(provider="sgl_xpu", verdicts=(("plain", True), ("softcap", True), ("merge", None)))
+WRONG = Probed(
+    provider="sgl_xpu",
+    verdicts=(("plain", True), ("softcap", False)),
+    notes=("softcap, 1 per sequence: [0.9] for [0.7]",),
+)
+
+
+def test_an_intel_gpu_with_kernels_is_healthy_and_says_what_was_never_run():
+    machine = dataclasses.replace(XPU, module_found=True, probes=(RIGHT,))
+    assert broken(machine) == []
+    assert notes(machine) == [(NEVER_RUN, None)]
+    said = [finding.text for finding in diagnose(machine)]
+    assert "sgl_xpu: the kernels' answers are right for plain, softcap" in said
+    assert doctor.render(machine, diagnose(machine), ()).endswith("fa_fast runs here on sgl_xpu")
+
+
+def test_what_an_intel_gpu_s_kernels_get_wrong_is_in_the_report():
+    machine = dataclasses.replace(XPU, module_found=True, probes=(WRONG,))
+    assert broken(machine) == []
+    text = "sgl_xpu: a wrong answer, so refused or not used: softcap, 1 per sequence: [0.9] for [0.7]"
+    assert notes(machine) == [(NEVER_RUN, None), (text, None)]
+    assert json.loads(doctor.as_json(machine, diagnose(machine), ()))["machine"]["probes"][0]["verdicts"] == [
+        ["plain", True],
+        ["softcap", False],
+    ]
+
+
+def test_kernels_that_cannot_attend_on_an_intel_gpu_are_broken():
+    machine = dataclasses.replace(XPU, module_found=True, probes=(Probed(provider="sgl_xpu", error="ImportError: no"),))
+    assert broken(machine) == [("sgl_kernel cannot be used: ImportError: no", doctor.XPU_RECIPE)]
+
+
+@pytest.mark.parametrize("sgl", [False, True], ids=["no-sgl", "sgl-fails"])
+def test_the_other_package_alone_serves_an_intel_gpu_by_name(sgl):
+    failed = (Probed(provider="sgl_xpu", error="OSError: x"),) if sgl else ()
+    machine = dataclasses.replace(XPU, module_found=sgl, vllm_xpu_found=True, probes=failed)
+    machine = dataclasses.replace(machine, providers=tuple(doctor.PROVIDERS))
+    assert broken(machine) == []
+    said = [finding.text for finding in diagnose(machine)]
+    assert 'provider="vllm_xpu" runs here: pass it to the backend' in said
+    assert [record.provider for record in doctor.capabilities(machine)] == ["vllm_xpu", "torch_cpu"]
+    assert doctor.render(machine, diagnose(machine), ()).endswith("fa_fast runs here on vllm_xpu")
+
+
+def test_the_other_package_that_cannot_be_used_is_named():
+    probes = (RIGHT, Probed(provider="vllm_xpu", error="OSError: libsycl"))
+    machine = dataclasses.replace(XPU, module_found=True, vllm_xpu_found=True, probes=probes)
+    assert broken(machine) == []
+    assert ("vllm_xpu_kernels cannot be used: OSError: libsycl", None) in notes(machine)
+
+
+def test_triton_is_not_needed_on_an_intel_gpu():
+    machine = dataclasses.replace(XPU, module_found=True, triton=None)
+    assert notes(machine) == [(NEVER_RUN, None), ("triton is not installed; Intel GPUs do not need it", None)]
 
 
 def test_an_intel_gpu_without_a_provider_in_this_version_is_broken():
@@ -309,8 +363,7 @@ def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_doctor_knows_every_provider_that_can_be_selected():
-    by_provider = {provider: kind for kind, provider in doctor.PROVIDERS.items()}
-    assert {name: by_provider[name] for name in select.PROVIDERS} == select.PROVIDERS
+    assert list(doctor.PROVIDERS.items()) == list(select.PROVIDERS.items())
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def modes_page() -> str:
 def capabilities_page() -> str:
     from fa_fast import doctor
 
-    names = [name for name in doctor.PROVIDERS.values() if importlib.util.find_spec(f"fa_fast.kernels.{name}")]
+    names = [name for name in doctor.PROVIDERS if importlib.util.find_spec(f"fa_fast.kernels.{name}")]
     records = [importlib.import_module(f"fa_fast.kernels.{name}").CAPABILITY for name in names]
     columns = [dict(doctor.capability_rows(record)) for record in records]
     rows = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fa_ref.api.errors import UnsupportedByProvider
+from fa_ref.api.layer import AttentionLayer
 from fa_ref.api.pools import FP8
 
 
@@ -100,12 +101,30 @@ class Capability:
                 "plans of one pass: no cascade_prefix, and drafts in a chain (topk 1)",
             )
         if merges and sinks and not self.sinks_in_lse:
-            raise self.refuse("a merge of states that sinks are part of", "sinks where one pass covers all keys")
+            raise self.refuse(
+                "a merge of states that sinks are part of",
+                "sinks in plans of one pass: no cascade_prefix, and drafts in a chain (topk 1)",
+            )
         if one_query and not qv and self.decode_group is not None and group > self.decode_group:
             raise self.refuse(
                 f"decode with {group} query heads a KV head",
                 f"up to {self.decode_group}: divide the heads among devices",
             )
+
+    def require_mha_form(self, layer: AttentionLayer, dtype: torch.dtype, *, lse: bool, sinks: bool = False) -> None:
+        """Raise UnsupportedByProvider unless MLA runs as heads of the caller's own keys. layer: the one in that form.
+
+        lse: the result is a part that is merged with others, as a prefix in chunks has it.
+        """
+        self.require(
+            dtype=dtype,
+            kv_dtype=dtype,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            softcap=layer.logit_cap != 0,
+            sinks=sinks,
+            lse=lse,
+        )
 
     def _require_qv(self, kv_dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
         if self.qv_dims is not None and (head_dim, v_head_dim) not in self.qv_dims:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fa_fast.kernels import xpu_calls
 from fa_fast.kernels.joint import joint_view
-from fa_fast.kernels.short_keys import short_key_attention_torch as short_key_attention
-from fa_fast.kernels.torch_cpu import merge_state  # torch alone; the package's own gives NaN for two empty states
+from fa_fast.kernels.torch_cpu import merge_state, short_key_attention  # torch alone; the package's merge gives NaN
 from fa_fast.kernels.xpu_calls import Kernels, Paged, launch, repaged
 from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST, installed_generation, reads_in_place
 from fa_fast.kernels.xpu_probe import Verdicts, narrowed, probe_once

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from fa_fast.kernels import xpu_calls
-from fa_fast.kernels.short_keys import short_key_attention_torch as short_key_attention
-from fa_fast.kernels.torch_cpu import merge_state
+from fa_fast.kernels.torch_cpu import merge_state, short_key_attention
 from fa_fast.kernels.xpu_calls import Kernels, Paged, launch
-from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST
+from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST, REMEDY
 from fa_fast.kernels.xpu_probe import Verdicts, narrowed, probe_once
 from fa_ref.api.errors import ProviderNotInstalled
 
@@ -29,6 +28,7 @@ TABLE = replace(
     decode_group=None,
     qv_dims=frozenset(),
     qv_dtypes=frozenset(),
+    remedy=REMEDY.format(other="provider='sgl_xpu', whose kernels have other limits and absorbed MLA"),
 )
 CAPABILITY = TABLE  # until `load` has asked the device
 VERDICTS: Verdicts | None = None  # of the device that was loaded last

@@ -14,7 +14,7 @@ from fa_fast.kernels.capability import Capability
 from fa_ref.api.pools import FP8
 
 HEAD_DIMS = frozenset((dim, dim) for dim in (64, 96, 128, 192, 256))
-REMEDY = "Otherwise run the layer on a CPU device (provider torch_cpu) or in fa_ref."
+REMEDY = "Otherwise try {other}, or run the layer on a CPU device (provider torch_cpu) or in fa_ref."
 
 _LATER = Capability(
     provider="sgl_xpu",
@@ -33,7 +33,7 @@ _LATER = Capability(
     out=True,
     attention_chunk=False,
     scheduler_metadata=False,
-    remedy=REMEDY,
+    remedy=REMEDY.format(other="provider='vllm_xpu', whose kernels have other limits"),
     sink_dims=frozenset({64}),
     fp8_dtypes=frozenset({torch.bfloat16}),
     head_scales=False,

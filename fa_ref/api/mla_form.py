@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fa_ref.api.batch import ForwardBatch, host_lengths
 from fa_ref.api.checks import check_layer_pool
-from fa_ref.api.errors import BadBatch, BadConfig
+from fa_ref.api.errors import BadBatch, BadConfig, UnsupportedByProvider
 from fa_ref.api.layer import AttentionLayer, layer_kind
 from fa_ref.api.mla import MLAProjections, check_absorbed, check_mha_kind, model_inputs
 from fa_ref.api.mla_cost import cheaper_form, mla_costs
@@ -39,8 +40,12 @@ def mla_call(
     projections: MLAProjections,
     form: str,
     workspace_tokens: int,
+    require: Callable[[str, AttentionLayer], None] = lambda form, layer: None,
 ) -> MLACall:
     """The form to run, and a server's batch and layer as ours. Reads no value of the device.
+
+    require: raises UnsupportedByProvider for an MHA form, and the layer in it, that the kernels cannot run; "auto" is
+    the absorbed form then.
 
     Raises BadBatch for operands of other shapes than the layer's, a batch that is not the planned one, an unknown form
     or one the batch cannot run; BadConfig for a layer without latents; UnsupportedByProvider for a layer with a window
@@ -62,11 +67,19 @@ def mla_call(
         if value is None:
             raise BadBatch(f"layer {layer.layer_id}: {name} is None; it must be a tensor")
     full = layer_kind(layer, config.attention_chunk_size) is LayerKind.FULL
-    form = mla_form("absorbed" if form == "auto" and not full else form, batch, layer, projections, workspace_tokens)
+    asked = "absorbed" if form == "auto" and not full else form
+    form = mla_form(asked, batch, layer, projections, workspace_tokens)
     if form != "absorbed":
         check_mha_kind(layer, config)
         _check_lengths(batch, plan)
     inputs = model_inputs(q_nope, q_rope, latent, k_rope, layer, projections, form, plan.num_tokens, config)
+    try:
+        if form != "absorbed":
+            require(form, projections.mha_layer(layer))
+    except UnsupportedByProvider:
+        if asked != "auto":
+            raise
+        form = "absorbed"
     return MLACall(form, batch, layer, inputs)
 
 
