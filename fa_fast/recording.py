@@ -40,6 +40,11 @@ class Recorder:
         if kind != "cpu" and kind not in GRAPHS:
             raise UnsupportedByProvider(f"no graphs on {device}; supported: {', '.join(GRAPHS)}, and replay on a cpu")
         self._torch: Any = None if kind == "cpu" else getattr(torch, kind)
+        if self._torch is not None and not hasattr(self._torch, GRAPHS[kind]):
+            raise UnsupportedByProvider(
+                f"torch {torch.__version__} has no torch.{kind}.{GRAPHS[kind]}, so no graphs on {device}; supported: "
+                "torch 2.11 or newer. Install it, or run the steps without graphs"
+            )
         self._pool = None if kind == "cpu" else self._torch.graph_pool_handle()
 
     def record(self, work: Callable[[], Any]) -> Recording:
