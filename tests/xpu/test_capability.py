@@ -23,7 +23,7 @@ from fa_fast.kernels.xpu_generations import GENERATIONS
 from fa_ref import UnsupportedByProvider
 from fa_ref.cases import Case
 from tests.support import FP8
-from tests.xpu.conftest import BUILDS, install, provider  # noqa: F401  (fixtures)
+from tests.xpu.conftest import BUILDS
 from tests.xpu.forms import FORMS, KINDS, LATENTS, WITH_CROSS, problem
 from tests.xpu.test_numerics import outcome
 
@@ -253,7 +253,7 @@ def samples(build: str, form: str, kind: str, count: int = 6) -> list[Asked]:
 
 @every_pair
 @every_build
-def test_samples_are_right_where_allowed_and_raise_where_refused(build, form, kind, provider):  # noqa: F811
+def test_samples_are_right_where_allowed_and_raise_where_refused(build, form, kind, provider):
     name = provider(build)
     for asked in samples(build, form, kind):
         found = outcome(case_of(asked), name)
@@ -261,7 +261,7 @@ def test_samples_are_right_where_allowed_and_raise_where_refused(build, form, ki
 
 
 @pytest.mark.parametrize("lost", ["softcap", "sinks", "lse", "k_scale", "group", "head dim"])
-def test_what_is_refused_has_written_nothing(lost, provider):  # noqa: F811
+def test_what_is_refused_has_written_nothing(lost, provider):
     """The cache is as it was: whoever catches the refusal can run the batch elsewhere."""
     layers: dict[str, Asked] = dict.fromkeys(["softcap", "sinks", "lse", "k_scale", "group", "head dim"], PLAIN)
     layers["softcap"] = replace(PLAIN, softcap=True)
