@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,13 @@ def feature(name: str):
 def test_the_readme_holds_the_table():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == support_table.with_support(readme), "run python tools/support_table.py --write"
+
+
+def test_the_words_of_the_table_and_no_others_are_explained():
+    text = support_table.support()
+    explained = re.findall(r"\*([\w ]+)\*: ", text)
+    used = {word for word in support_table.LEGEND if re.search(rf"[|+] {word} [|+]", text)}
+    assert set(explained) == used == set(support_table.LEGEND) - {"not yet"}
 
 
 def test_every_forward_mode_has_a_row():

@@ -39,6 +39,17 @@ FP8 = torch.float8_e4m3fn
 
 NOT_YET, REFUSED, CONTRACT, EMULATED, CPU, H200 = "not yet", "refused", "contract", "emulated", "CPU", "H200"
 
+LEGEND = {
+    H200: "run on that GPU by `pytest -m gpu`",
+    CPU: "run on the CPU provider when this table is made",
+    CONTRACT: "allowed by the provider's capability record and tested against it, never run on the device",
+    EMULATED: "contract-tested, never run on Intel hardware; tests compute it on emulated kernels with the signatures, "
+    "semantics and limits of the real ones, of their newest generation: the one before has no softcap and no LSE, so "
+    "no trees, branches or shared prefixes",
+    REFUSED: "raises `UnsupportedByProvider`, which says what would run",
+    NOT_YET: "raises `UnsupportedByProvider`: there is no plan for it",
+}
+
 # Every forward mode, with the arguments of make_case that set it up; one with drafts has a row for each form of them.
 MODES: list[tuple[str, ForwardMode, dict[str, Any]]] = [
     ("`EXTEND`", ForwardMode.EXTEND, {}),
@@ -288,18 +299,14 @@ def support() -> str:
     kinds = list(LayerKind)
     modes = [[name, *(mode_cell(mode, spec, kind) for kind in kinds)] for name, mode, spec in MODES]
     features = [[f.name, *(feature_cell(f, device) for device in DEVICES)] for f in _features()]
+    met = {word for row in modes + features for cell in row[1:] for word in cell.split(" + ")}
     return "\n\n".join(
         [
-            "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every cell that is not marked *not yet*.",
+            "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every one of them that is planned.",
             _table(["mode", *(f"{kind.name} layers" for kind in kinds)], modes),
             "Features, on prefill and decode of FULL, SLIDING and LOCAL layers:",
             _table(["", *DEVICES.values()], features),
-            f"*{H200}*: run on that GPU by `pytest -m gpu`. *{CPU}*: run on the CPU provider when this table is made. "
-            f"*{CONTRACT}*: allowed by the provider's capability record and tested against it, never run on the "
-            f"device. *{EMULATED}*: contract-tested, never run on Intel hardware; tests compute it on emulated kernels "
-            "that have the real ones' signatures, semantics and limits. That column is of the newest generation of "
-            "these kernels: the one before has no softcap and no LSE, so no trees, branches or cascades. "
-            f"*{REFUSED}*: raises `UnsupportedByProvider`, and so does *{NOT_YET}*.",
+            " ".join(f"*{word}*: {meaning}." for word, meaning in LEGEND.items() if word in met),
         ]
     )
 
