@@ -63,7 +63,7 @@ def _with_graphs(kind: str) -> Any:
     module: Any = getattr(torch, kind)
     if not hasattr(module, GRAPHS[kind]):
         raise UnsupportedByProvider(
-            f"torch {torch.__version__} has no torch.{kind}.{GRAPHS[kind]}, so no graphs there; supported: torch 2.11 or "
+            f"torch {torch.__version__} has no torch.{kind}.{GRAPHS[kind]}, so no graphs; supported: torch 2.11 or "
             "newer. Install it, or run the steps without graphs"
         )
     return module
