@@ -187,11 +187,16 @@ def test_replays_never_drift_from_the_eager_step(page_size, form, device):
                 assert torch.equal(one, right), (number, batch.seq_lens.tolist())
 
     def all_sizes() -> None:
-        """The last of it of one request, so that the backends hold the same plans each time."""
-        for count in range(REQUESTS, 0, -1):
-            batch, inputs = batch_of(captured, [1] * count, list(range(count))), inputs_of(captured, count, gen)
-            runner.run(batch, **inputs)
-            plain.eager(batch, inputs)
+        """At their longest, which takes all scratch that is kept; the last of it of one short request, so that the
+        backends hold the same plans each time.
+        """
+        longest = int(captured.case.recipe["prefix_lens"][0])
+        for length in (longest, 1):
+            for count in range(REQUESTS, 0, -1):
+                batch = batch_of(captured, [length] * count, list(range(count)))
+                inputs = inputs_of(captured, count, gen)
+                runner.run(batch, **inputs)
+                plain.eager(batch, inputs)
 
     all_sizes()
     before, where = held(device), addresses(runner)

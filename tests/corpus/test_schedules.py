@@ -12,8 +12,9 @@ from torch import Tensor
 
 import fa_fast
 import fa_ref
+import fa_ref.api.planned
 from fa_fast.kernels import torch_cpu
-from fa_ref import ForwardMode, LayerKind
+from fa_ref import BadBatch, ForwardMode, LayerKind
 from fa_ref.cases import Case
 from fa_ref.numerics import judge
 from tests.support import case_on
@@ -100,8 +101,8 @@ def way_to_run(case: Case, way: str, buckets: tuple[int, ...] = (REQUESTS,)) -> 
 @every_form
 @KINDS
 @PAGES
-def test_reports_21_23_a_schedule_is_as_new_as_its_lengths_and_made_for_its_call(page_size, kind, form, way, scheduler):
-    """sglang PR 24632: metadata older than the lengths. vllm PR 28702: made with other arguments than the call."""
+def test_report_21_a_schedule_is_as_new_as_its_lengths(page_size, kind, form, way, scheduler):
+    """sglang PR 24632: metadata older than the lengths."""
     case = problem("cpu", form, kind, page_size)
     run = way_to_run(case, way)
     for lens, order in REPLAYS:
@@ -109,44 +110,102 @@ def test_reports_21_23_a_schedule_is_as_new_as_its_lengths_and_made_for_its_call
         before = len(scheduler.made), len(scheduler.calls)
         run(batch, **inputs)
         assert len(scheduler.made) > before[0], "no new schedule for new lengths"
+        assert len(scheduler.calls) > before[1]
         assert min(scheduler.calls[before[1] :]) >= before[0], "a call took the schedule of an older step"
-        assert scheduler.wrong == []
 
 
 @every_form
-def test_report_21_lengths_that_change_in_place_after_planning(form, scheduler):
-    """The kind of sglang PR 24632: a server writes the lengths of its next step while this one's layers still run."""
-    case = problem("cpu", form)
+@KINDS
+def test_report_21_lengths_that_change_in_place_after_planning_are_refused(kind, form, scheduler):
+    """The kind of sglang PR 24632: a server writes its next lengths while this step's layers still run."""
+    case = problem("cpu", form, kind)
     backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
-    batch, inputs = at(case, *REPLAYS[0])
-    right = eager(case, batch, inputs)
+    step, (batch, inputs) = step_of(case, backend), at(case, *REPLAYS[0])
     backend.init_forward_metadata(batch)
     batch.seq_lens.add_(1)
+    before = case.config.token_to_kv_pool.k_buffer[0].clone()
+    with pytest.raises(BadBatch, match=r"seq_lens is \[.*plan every new batch"):
+        step(batch, **inputs)
+    assert scheduler.calls == []
+    assert torch.equal(before.view(torch.uint8), case.config.token_to_kv_pool.k_buffer[0].view(torch.uint8))
+    batch.seq_lens.sub_(1)
+    backend.init_forward_metadata(batch)
+    assert torch.equal(step(batch, **inputs), eager(case, batch, inputs))
+
+
+@every_form
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_report_21_where_lengths_may_not_be_read_a_plan_keeps_its_own(
+    page_size, dtype, kind, form, scheduler, monkeypatch
+):
+    """The same on a GPU, which is not asked: schedule and call are of the lengths that were planned, both."""
+    monkeypatch.setattr(fa_ref.api.planned, "reads_values", lambda config: False)
+    case = problem("cpu", form, kind, page_size)
+    batch, inputs = at(case, *REPLAYS[0])
+    right = eager(case, batch, inputs)
+    batch = replace(batch, seq_lens=batch.seq_lens.to(dtype), req_pool_indices=batch.req_pool_indices.to(dtype))
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    backend.init_forward_metadata(batch)
+    batch.seq_lens.add_(1)
+    batch.req_pool_indices.copy_(batch.req_pool_indices.flip(0))
     assert torch.equal(step_of(case, backend)(batch, **inputs), right)
     assert scheduler.wrong == []
 
 
+@every_way
+@every_form
+@KINDS
+@PAGES
+def test_report_23_one_record_feeds_the_schedule_and_its_call(page_size, kind, form, way, scheduler):
+    """vllm PR 28702: metadata made with other arguments than the call."""
+    case = problem("cpu", form, kind, page_size)
+    run = way_to_run(case, way)
+    for lens, order in REPLAYS:
+        batch, inputs = at(case, lens, order)
+        run(batch, **inputs)
+    assert len(scheduler.calls) >= len(REPLAYS)
+    assert scheduler.wrong == []
+
+
+def numbers_of(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a graph holds of each schedule as plain values, and so keeps from its capture."""
+    return [{name: value for name, value in one.items() if not isinstance(value, Tensor)} for one in made]
+
+
 @every_form
 @PAGES
-def test_report_22_25_a_captured_schedule_covers_every_length_to_come(page_size, form, scheduler):
-    """vllm PR 20301: fewer splits in the capture than a replay used. Dao 1164, transformers PR 45323: a baked maximum.
-
-    What a graph holds as numbers is the same for every replay, and bounds the longest request that the table holds.
-    """
+def test_report_22_a_capture_has_the_splits_of_every_replay(page_size, form, scheduler):
+    """vllm PR 20301: captured with fewer splits than a replay used. The number is one for all lengths."""
     case = problem("cpu", form, page_size=page_size)
     run = way_to_run(case, "graph")
-    numbers = [
-        {name: value for name, value in made.items() if not isinstance(value, Tensor)} for made in scheduler.made
-    ]
+    captured = len(scheduler.made)
+    for lens, order in REPLAYS:
+        batch, inputs = at(case, lens, order)
+        run(batch, **inputs)
+    assert len({made["num_splits"] for made in scheduler.made}) == 1
+    assert len(scheduler.made) > captured
+    assert scheduler.wrong == []
+
+
+@every_form
+@KINDS
+@PAGES
+def test_report_25_what_a_graph_holds_as_numbers_bounds_every_length_to_come(page_size, kind, form, scheduler):
+    """Dao 1164, transformers PR 45323: a host max_seqlen of the capture baked into the graph."""
+    case = problem("cpu", form, kind, page_size)
+    run = way_to_run(case, "graph")
+    numbers = numbers_of(scheduler.made)[0]
     width = case.config.req_to_token_pool.req_to_token.shape[1]
-    assert numbers[0]["longest_k"] >= width
+    assert kind != "full" or numbers["longest_k"] >= width
     for lens, order in REPLAYS:
         batch, inputs = at(case, lens, order)
         before = len(scheduler.made)
-        run(batch, **inputs)
-        for made in scheduler.made[before:]:
-            assert {name: made[name] for name in numbers[0]} == numbers[0]
-    assert scheduler.wrong == []
+        found = run(batch, **inputs).clone()
+        assert numbers_of(scheduler.made[before:]) == [numbers] * (len(scheduler.made) - before)
+        assert same(case, found, eager(case, batch, inputs))
+    assert scheduler.wrong == []  # no length was beyond its schedule's longest_k
 
 
 @pytest.mark.parametrize("form", ["decode", "draft-chain", "verify-chain", "draft-extend"])

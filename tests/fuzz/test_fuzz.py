@@ -12,8 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from fa_ref import ForwardMode, LayerKind
+import fa_fast
+from fa_fast.graphs import GraphRunner
+from fa_ref import ForwardBatch, ForwardMode, LayerKind
 from fa_ref.cases import make_case
 from tests.support import FP8, PAGE_SIZES, plans, sized, verdicts
 
@@ -91,6 +94,8 @@ def trees(draw: st.DrawFn, drafts: int) -> list[int]:
 @st.composite
 def speculative(draw: st.DrawFn, name: str) -> tuple[ForwardMode, dict[str, Any]]:
     """A mode of speculation and arguments of make_case for one layer of one batch."""
+    if name == "decode":
+        return ForwardMode.DECODE, draw(arguments(ForwardMode.DECODE))
     if name == "draft-extend":
         return ForwardMode.DRAFT_EXTEND, draw(arguments(ForwardMode.DRAFT_EXTEND))
     if name == "cascade":
@@ -162,6 +167,63 @@ def test_random_drafts_agree(name, data):
 def test_random_encoder_decoder_batches_agree(name, data):
     mode, drawn = data.draw(encoder_decoder(name), label="mode, arguments")
     check(mode, drawn)
+
+
+def check_replay(mode: ForwardMode, arguments: dict[str, Any], bucket: int) -> None:
+    """The step recorded for `bucket` requests over this one's, replayed for the case twice: nothing stays behind."""
+    case = make_case(mode, **arguments)
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    count, rows = case.batch.batch_size, case.q.shape[0]
+    given = {"q": case.q, "k": case.k, "v": case.v}
+    inputs = {name: x for name, x in given.items() if x is not None}  # a cross layer's keys are there
+
+    def step(batch: ForwardBatch, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        return backend.forward(q, k, v, case.layer, batch, sinks=case.sinks)
+
+    runner = GraphRunner(
+        backend, step, mode, [count + bucket],
+        {name: x.new_zeros(rows // count * (count + bucket), x.shape[1]) for name, x in inputs.items()},
+        spec_info=case.batch.spec_info, draft_tokens=rows // count if mode.is_draft_extend() else 0,
+    )  # fmt: skip
+    for _ in range(2):
+        verdict = case.judge(runner.run(case.batch, **inputs))
+        assert verdict.ok, verdict
+
+
+REPLAYED = ("decode", "draft-decode", "verify-chain", "verify-tree", "draft-extend")
+
+
+@st.composite
+def replayed(draw: st.DrawFn, name: str) -> tuple[ForwardMode, dict[str, Any]]:
+    """A mode and arguments of make_case that can be captured: as many tokens in every request."""
+    behind_encoders = draw(st.booleans())
+    mode, drawn = draw((encoder_decoder if behind_encoders else speculative)(name))
+    if name == "draft-extend":
+        width = draw(st.integers(1, 5))
+        drawn |= dict(new_lens=[width] * len(drawn["prefix_lens"]), context_len=drawn["context_len"] + width)
+        drawn["host_lengths"] = True  # they say that no request is ragged
+    if behind_encoders:
+        drawn["encode"] = [False] * len(drawn["prefix_lens"])
+    return mode, drawn
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_replays_agree(name, data):
+    mode, drawn = data.draw(replayed(name), label="mode, arguments")
+    check_replay(mode, drawn, data.draw(st.integers(0, 3), label="padding rows"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+@settings(max_examples=CASES_A_DRAFT)
+@given(data=st.data())
+def test_random_replays_agree_on_a_gpu(name, data):
+    mode, drawn = data.draw(replayed(name), label="mode, arguments")
+    head_dim = data.draw(st.sampled_from([64, 96, 128, 192, 256]), label="head_dim")
+    drawn = sized("cuda", **drawn | dict(head_dim=head_dim, v_head_dim=None, kv_dtype=None))
+    check_replay(mode, drawn, data.draw(st.integers(0, 3), label="padding rows"))
 
 
 @pytest.mark.gpu
