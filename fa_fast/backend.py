@@ -29,6 +29,7 @@ from fa_ref.api import (
 from fa_ref.api.bounds import page_size_of
 from fa_ref.api.checks import check_layer_inputs, check_layer_pool, check_window
 from fa_ref.api.mla import check_latent_inputs, is_mha_form, latent_and_rope, latent_layer, mha_call, refuse_rope
+from fa_ref.api.pools import FP8
 
 
 class FlashAttentionBackend(BatchPlanner):
@@ -186,6 +187,7 @@ class FlashAttentionBackend(BatchPlanner):
             sinks=sinks is not None,
             qv=mla,
             window=geometry.kind is LayerKind.SLIDING,
+            head_scales=self.config.kv_cache_dtype == FP8 and _by_head(layer.k_scale, layer.v_scale),
         )
         geometry = self._geometries.setdefault(geometry, geometry)
         known = KnownLayer(given, layer, geometry, pool, sinks is not None)
@@ -387,6 +389,11 @@ def _new_keys(k: Tensor, v: Tensor | None, k_rope: Tensor | None, of: Geometry) 
     if of.latents:
         return latent_and_rope(k, k_rope, 1, of)
     return k.reshape(-1, of.kv_heads, of.head_dim), None if v is None else v.reshape(-1, of.kv_heads, of.v_head_dim)
+
+
+def _by_head(*scales: Tensor | float | None) -> bool:
+    """Whether a scale has a factor for each head."""
+    return any(isinstance(scale, Tensor) and scale.numel() > 1 for scale in scales)
 
 
 def _descale(known: KnownLayer, name: str, step: AttentionPass) -> Tensor:

@@ -39,7 +39,7 @@ class Recorder:
         kind = self.device.type
         if kind != "cpu" and kind not in GRAPHS:
             raise UnsupportedByProvider(f"no graphs on {device}; supported: {', '.join(GRAPHS)}, and replay on a cpu")
-        self._torch: Any = None if kind == "cpu" else getattr(torch, kind)
+        self._torch: Any = None if kind == "cpu" else _with_graphs(kind)
         self._pool = None if kind == "cpu" else self._torch.graph_pool_handle()
 
     def record(self, work: Callable[[], Any]) -> Recording:
@@ -56,6 +56,17 @@ class Recorder:
         with self._torch.graph(graph, pool=self._pool, stream=stream):
             result = work()
         return _Graph(graph, result, work)
+
+
+def _with_graphs(kind: str) -> Any:
+    """The module of torch for a kind of device."""
+    module: Any = getattr(torch, kind)
+    if not hasattr(module, GRAPHS[kind]):
+        raise UnsupportedByProvider(
+            f"torch {torch.__version__} has no torch.{kind}.{GRAPHS[kind]}, so no graphs; supported: torch 2.11 or "
+            "newer. Install it, or run the steps without graphs"
+        )
+    return module
 
 
 class _Graph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +32,22 @@ def test_the_readme_holds_the_table():
     assert readme == support_table.with_support(readme), "run python tools/support_table.py --write"
 
 
+def test_the_words_of_the_table_and_no_others_are_explained():
+    text = support_table.support()
+    explained = re.findall(r"\*([\w ]+)\*: ", text)
+    used = {word for word in support_table.LEGEND if re.search(rf"[|+] {word} [|+]", text)}
+    assert set(explained) == used == set(support_table.LEGEND) - {"not yet"}
+
+
 def test_every_forward_mode_has_a_row():
     assert {mode for _, mode, _ in support_table.MODES} == set(ForwardMode)
 
 
 def test_planned_modes_and_kinds_ran_where_the_table_says():
     cell = support_table.mode_cell
-    assert cell(ForwardMode.MIXED, {}, LayerKind.LOCAL) == "H200 + CPU"
-    assert cell(ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), LayerKind.FULL) == "H200 + CPU"
-    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "H200 + CPU"
+    assert cell(ForwardMode.MIXED, {}, LayerKind.LOCAL) == "H200 + CPU + emulated"
+    assert cell(ForwardMode.TARGET_VERIFY, dict(draft_token_num=4), LayerKind.FULL) == "H200 + CPU + emulated"
+    assert cell(ForwardMode.DECODE, {}, LayerKind.CROSS) == "H200 + CPU + emulated"
 
 
 def test_a_kind_without_a_plan_is_not_yet(monkeypatch):
@@ -63,10 +71,10 @@ def test_a_kind_without_a_plan_is_not_yet(monkeypatch):
     ids=["mixed", "draft", "chain", "tree", "expand"],
 )
 def test_a_mode_that_no_gpu_test_runs_is_contract_only(mode, arguments, left, monkeypatch):
-    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "H200 + CPU"
+    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "H200 + CPU + emulated"
     fewer = replace(support_table.gpu_tests(), **left)
     monkeypatch.setattr(support_table, "gpu_tests", lambda: fewer)
-    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "contract + CPU"
+    assert support_table.mode_cell(mode, arguments, LayerKind.SLIDING) == "contract + CPU + emulated"
 
 
 def test_draft_rows_run_the_passes_of_drafts():
@@ -83,15 +91,38 @@ def test_what_a_capability_refuses_is_refused():
 
 
 def test_what_no_gpu_test_runs_is_contract_only(monkeypatch):
-    sinks = feature("sinks")
+    sinks = feature("sinks, head dim 64")
     assert support_table.feature_cell(sinks, "cuda") == "H200"
     left = replace(support_table.gpu_tests(), arguments=support_table.gpu_tests().arguments - set(sinks.on_gpu))
     monkeypatch.setattr(support_table, "gpu_tests", lambda: left)
     assert support_table.feature_cell(sinks, "cuda") == "contract"
 
 
-def test_a_device_without_a_provider_is_not_yet():
+def test_a_device_without_a_provider_is_not_yet(monkeypatch):
+    without = {name: kind for name, kind in support_table.PROVIDERS.items() if kind != "xpu"}
+    monkeypatch.setattr(support_table, "PROVIDERS", without)
     assert support_table.feature_cell(feature("bf16"), "xpu") == "not yet"
+
+
+INTEL = {
+    "head dims qk/v": "refused", "other head dims": "refused", "fp32": "refused", "other MLA": "refused",
+    "sinks, other": "refused", "sinks, head dim 64": "emulated", "page sizes": "emulated", "fp8": "emulated",
+    "softcap": "emulated", "MLA, absorbed": "emulated", "the same, SLIDING": "refused", "a shared prefix": "emulated",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTEL)
+def test_what_intel_kernels_cannot_do_is_refused(name):
+    assert support_table.feature_cell(feature(name), "xpu") == INTEL[name]
+
+
+def test_an_older_build_of_intel_kernels_has_no_trees(monkeypatch):
+    from fa_fast.kernels import sgl_xpu
+
+    monkeypatch.setattr(sgl_xpu, "CAPABILITY", sgl_xpu.GENERATIONS["2026-08"])
+    trees = dict(trees=[[-1, 0]] * 3)
+    assert support_table.mode_cell(ForwardMode.TARGET_VERIFY, trees, LayerKind.FULL) == "H200 + CPU"
+    assert support_table.feature_cell(feature("softcap"), "xpu") == "refused"
 
 
 def test_a_wrong_cpu_provider_stops_the_table(monkeypatch):

@@ -5,7 +5,8 @@
 
 A cell is never typed in. "CPU": this program runs the case on torch_cpu and judges it against the oracle. "H200": the
 provider's Capability allows the case and tests/test_gpu.py runs it. "contract": the Capability allows it, and no test
-runs it on that device. "refused": the Capability says no. "not yet": planning says no.
+runs it on that device. "emulated": the same on an Intel GPU, where no test was ever run; a test runs every such cell on
+emulated kernels. "refused": the Capability says no. "not yet": planning says no.
 """
 
 from __future__ import annotations
@@ -32,10 +33,22 @@ from fa_ref.api.support import layer_kinds  # noqa: E402
 from fa_ref.cases import Case, make_case  # noqa: E402
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
-DEVICES = {"cuda": "NVIDIA (`sgl_cuda`)", "cpu": "CPU (`torch_cpu`)", "xpu": "Intel GPU"}
+DEVICES = {"cuda": "NVIDIA (`sgl_cuda`)", "cpu": "CPU (`torch_cpu`)", "xpu": "Intel GPU (`sgl_xpu`)"}
+KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL)
 FP8 = torch.float8_e4m3fn
 
-NOT_YET, REFUSED, CONTRACT, CPU, H200 = "not yet", "refused", "contract", "CPU", "H200"
+NOT_YET, REFUSED, CONTRACT, EMULATED, CPU, H200 = "not yet", "refused", "contract", "emulated", "CPU", "H200"
+
+LEGEND = {
+    H200: "run on that GPU by `pytest -m gpu`",
+    CPU: "run on the CPU provider when this table is made",
+    CONTRACT: "allowed by the provider's capability record and tested against it, never run on the device",
+    EMULATED: "contract-tested, never run on Intel hardware; tests compute it on emulated kernels with the signatures, "
+    "semantics and limits of the real ones, of their newest generation: the one before has no softcap and no LSE, so "
+    "no trees, branches or shared prefixes",
+    REFUSED: "raises `UnsupportedByProvider`, which says what would run",
+    NOT_YET: "raises `UnsupportedByProvider`: there is no plan for it",
+}
 
 # Every forward mode, with the arguments of make_case that set it up; one with drafts has a row for each form of them.
 MODES: list[tuple[str, ForwardMode, dict[str, Any]]] = [
@@ -64,17 +77,18 @@ class Feature:
     name: str
     cases: tuple[dict[str, Any], ...]  # arguments of make_case
     on_gpu: tuple[tuple[str, str], ...]  # (argument, its source text) in tests/test_gpu.py
+    kinds: tuple[LayerKind, ...] = KINDS
 
 
-def _feature(name: str, *on_gpu: tuple[str, str], **arguments: Any) -> Feature:
-    return Feature(name=name, cases=(arguments,), on_gpu=on_gpu)
+def _feature(name: str, *on_gpu: tuple[str, str], kinds: tuple[LayerKind, ...] = KINDS, **arguments: Any) -> Feature:
+    return Feature(name=name, cases=(arguments,), on_gpu=on_gpu, kinds=kinds)
 
 
 def _features() -> list[Feature]:
     """The rows of the second table. Sizes come from the lists that the GPU tests are parametrised with."""
     pages, dims = gpu_tests().page_sizes, gpu_tests().head_dims
-    equal = [str(k) for k, v in dims if k == v]
-    unequal = [f"{k}/{v}" for k, v in dims if k != v]
+    equal, unequal = ([pair for pair in dims if (pair[0] == pair[1]) is same] for same in (True, False))
+    by_list = (("head_dim", "dims[0]"), ("v_head_dim", "dims[1]"))
     return [
         Feature(
             name=f"page sizes {', '.join(map(str, pages))}",
@@ -83,9 +97,14 @@ def _features() -> list[Feature]:
         ),
         _feature("other page sizes, as 7", ("page_size", "7"), page_size=7, chunk=14),
         Feature(
-            name=f"head dims {', '.join(equal)}; qk/v {', '.join(unequal)}",
-            cases=tuple(dict(head_dim=k, v_head_dim=v) for k, v in dims),
-            on_gpu=(("head_dim", "dims[0]"), ("v_head_dim", "dims[1]")),
+            name=f"head dims {', '.join(str(k) for k, _ in equal)}",
+            cases=tuple(dict(head_dim=k, v_head_dim=v) for k, v in equal),
+            on_gpu=by_list,
+        ),
+        Feature(
+            name=f"head dims qk/v {', '.join(f'{k}/{v}' for k, v in unequal)}",
+            cases=tuple(dict(head_dim=k, v_head_dim=v) for k, v in unequal),
+            on_gpu=by_list,
         ),
         _feature("other head dims, as 80", ("head_dim", "80"), head_dim=80),
         _feature("bf16", ("dtype", "torch.bfloat16"), dtype=torch.bfloat16),
@@ -102,8 +121,16 @@ def _features() -> list[Feature]:
         ),
         _feature("grouped heads, 24:2", ("heads", "24"), ("kv_heads", "2"), heads=24, kv_heads=2),
         _feature("softcap", ("softcap", "5.0"), softcap=5.0),
-        _feature("sinks", ("sinks", "True"), sinks=True),
-        _feature("MLA, absorbed: latent 512, rope 64", ("latent", "512"), ("rope", "64"), latent=512, rope=64),
+        _feature("sinks, head dim 64", ("sinks", "True"), ("head_dim", "64"), sinks=True),
+        _feature("sinks, other head dims, as 128", ("sinks", "True"), ("head_dim", "128"), sinks=True, head_dim=128),
+        _feature(
+            "MLA, absorbed: latent 512, rope 64; FULL and LOCAL layers",
+            *(absorbed := (("latent", "512"), ("rope", "64"))),
+            kinds=(LayerKind.FULL, LayerKind.LOCAL),
+            latent=512,
+            rope=64,
+        ),
+        _feature("the same, SLIDING layers", *absorbed, kinds=(LayerKind.SLIDING,), latent=512, rope=64),
         _feature("other MLA sizes, as latent 128", ("latent", "128"), latent=128),
         _feature("window layers in a pool of their own", ("hybrid", "True"), hybrid=True),
         _feature("no host copies of the lengths", ("host_lengths", "False"), host_lengths=False),
@@ -187,10 +214,22 @@ def state(device: str, case: Case, runs_on_gpu: bool) -> str:
         if verdict is not None and not verdict.ok:
             raise AssertionError(f"torch_cpu is wrong on {case.batch.forward_mode.name} {case.layer}: {verdict}")
         return CPU
-    return H200 if device == "cuda" and runs_on_gpu else CONTRACT
+    if device == "xpu":
+        return EMULATED
+    return H200 if runs_on_gpu else CONTRACT
 
 
 def _require(capability: Any, case: Case) -> None:
+    """The questions that a backend asks of a layer and of its passes."""
+    kind, layer = layer_kind(case.layer, case.config.attention_chunk_size), case.layer
+    passes = fa_fast.plan_batch(case.batch, case.config, case.step).for_kind(kind)
+    capability.require_passes(
+        merges=len(passes) > 1 and passes[0].token_index is None,
+        one_query=any(getattr(one, "max_seqlen_q", 0) == 1 for one in passes),
+        group=layer.tp_q_head_num // layer.tp_k_head_num,
+        sinks=case.sinks is not None,
+        qv=case.config.use_mla,
+    )
     capability.require(
         dtype=case.q.dtype,
         kv_dtype=case.config.kv_cache_dtype,
@@ -200,7 +239,7 @@ def _require(capability: Any, case: Case) -> None:
         page_size=case.config.page_size,
         softcap=case.layer.logit_cap != 0,
         sinks=case.sinks is not None,
-        window=layer_kind(case.layer, case.config.attention_chunk_size) is LayerKind.SLIDING,
+        window=kind is LayerKind.SLIDING,
     )
 
 
@@ -240,7 +279,7 @@ def feature_cell(feature: Feature, device: str) -> str:
     for arguments in feature.cases:
         defaults = dict(dtype=torch.bfloat16, head_dim=64)
         for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
-            for kind in (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL):
+            for kind in feature.kinds:
                 states.add(state(device, make_case(mode, kind=kind, **(defaults | arguments)), on_gpu))
     if len(states) != 1:
         raise AssertionError(f"{feature.name} on {device} is {sorted(states)}; give its cases rows of their own")
@@ -260,15 +299,14 @@ def support() -> str:
     kinds = list(LayerKind)
     modes = [[name, *(mode_cell(mode, spec, kind) for kind in kinds)] for name, mode, spec in MODES]
     features = [[f.name, *(feature_cell(f, device) for device in DEVICES)] for f in _features()]
+    met = {word for row in modes + features for cell in row[1:] for word in cell.split(" + ")}
     return "\n\n".join(
         [
-            "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every cell that is not marked *not yet*.",
+            "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every one of them that is planned.",
             _table(["mode", *(f"{kind.name} layers" for kind in kinds)], modes),
             "Features, on prefill and decode of FULL, SLIDING and LOCAL layers:",
             _table(["", *DEVICES.values()], features),
-            f"*{H200}*: run on that GPU by `pytest -m gpu`. *{CPU}*: run on the CPU provider when this table is made. "
-            f"*{CONTRACT}*: allowed by the provider's capability record and tested against it, never run on the "
-            f"device. *{REFUSED}*: raises `UnsupportedByProvider`, and so does *{NOT_YET}*.",
+            " ".join(f"*{word}*: {meaning}." for word, meaning in LEGEND.items() if word in met),
         ]
     )
 

@@ -61,6 +61,7 @@ class Capability:
         qv: bool = False,
         window: bool = False,
         attention_chunk: bool = False,
+        head_scales: bool = False,
     ) -> None:
         """Raise UnsupportedByProvider unless this provider runs the described call."""
         if dtype not in self.dtypes:
@@ -71,6 +72,8 @@ class Capability:
             raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"a cache of q's own dtype, or of {FP8}")
         if kv_dtype == FP8 and self.fp8_dtypes is not None and dtype not in self.fp8_dtypes:
             raise self.refuse(f"q of {dtype} over a {kv_dtype} cache", f"q of {_names(self.fp8_dtypes)} there")
+        if head_scales and not self.head_scales:
+            raise self.refuse("k_scale or v_scale with a factor for each head", "one factor for a whole cache")
         if qv:
             self._require_qv(kv_dtype, head_dim, v_head_dim)
         elif self.head_dims is not None and (head_dim, v_head_dim) not in self.head_dims:

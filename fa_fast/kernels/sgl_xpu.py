@@ -19,7 +19,7 @@ from fa_fast.kernels.joint import joint_view
 from fa_fast.kernels.torch_cpu import merge_state, short_key_attention  # torch alone; the package's merge gives NaN
 from fa_fast.kernels.xpu_calls import Kernels, Paged, launch, repaged
 from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST, installed_generation, reads_in_place
-from fa_fast.kernels.xpu_probe import Verdicts, narrowed, probe_once
+from fa_fast.kernels.xpu_probe import Verdicts, narrowed, of_all_devices, probe_once
 from fa_ref.api.errors import ProviderNotInstalled
 
 CAPABILITY = GENERATIONS[NEWEST]  # until `load` has asked the device
@@ -41,7 +41,7 @@ def load(device: torch.device | None = None) -> None:
     # What the probe may launch is not narrowed by what it found out before.
     unbound = Kernels(lambda: GENERATIONS[NEWEST], reads_in_place, _paged, _ragged)
     VERDICTS = probe_once(functions, unbound, torch.device(device or "xpu"), _merge())
-    CAPABILITY = narrowed(table, VERDICTS)
+    CAPABILITY = narrowed(table, of_all_devices(functions, VERDICTS))
 
 
 def _functions() -> Any:

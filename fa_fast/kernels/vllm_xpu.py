@@ -18,7 +18,7 @@ from fa_fast.kernels import xpu_calls
 from fa_fast.kernels.torch_cpu import merge_state, short_key_attention
 from fa_fast.kernels.xpu_calls import Kernels, Paged, launch
 from fa_fast.kernels.xpu_generations import GENERATIONS, NEWEST, REMEDY
-from fa_fast.kernels.xpu_probe import Verdicts, narrowed, probe_once
+from fa_fast.kernels.xpu_probe import Verdicts, narrowed, of_all_devices, probe_once
 from fa_ref.api.errors import ProviderNotInstalled
 
 TABLE = replace(
@@ -43,8 +43,9 @@ def load(device: torch.device | None = None) -> None:
     """As sgl_xpu.load."""
     global CAPABILITY, VERDICTS
     unbound = Kernels(lambda: TABLE, reads_in_place, _paged, _ragged)
-    VERDICTS = probe_once(_functions(), unbound, torch.device(device or "xpu"), None)
-    CAPABILITY = narrowed(TABLE, VERDICTS)
+    functions = _functions()
+    VERDICTS = probe_once(functions, unbound, torch.device(device or "xpu"), None)
+    CAPABILITY = narrowed(TABLE, of_all_devices(functions, VERDICTS))
 
 
 def _functions() -> Any:

@@ -136,6 +136,16 @@ def probe_once(module: Any, kernels: Kernels, device: torch.device, merge: Calla
     return _FOUND[key][1]
 
 
+def of_all_devices(module: Any, own: Verdicts) -> Verdicts:
+    """`own` with what the other devices of the process got wrong: a provider has one capability record for all of them.
+
+    A device that fails plain attention has no backend, so it says nothing about the others.
+    """
+    others = [verdicts for held, verdicts in _FOUND.values() if held is module and verdicts.plain]
+    wrong: dict[str, Any] = {name: False for one in others for name, right in one.rows() if right is False}
+    return replace(own, **wrong)
+
+
 def _mean(logits: tuple[float, ...] | list[float], sink: float | None = None) -> float:
     weights = [math.exp(x) for x in logits]
     total = sum(weights) + (0.0 if sink is None else math.exp(sink))
@@ -162,4 +172,4 @@ def _differs(found: Tensor, expected: list[list[float]]) -> str:
     return f"{found.flatten()[:4].tolist()} for {known.flatten()[:4].tolist()}"
 
 
-__all__ = ["Verdicts", "narrowed", "probe", "probe_once", "problem"]
+__all__ = ["Verdicts", "narrowed", "of_all_devices", "probe", "probe_once", "problem"]

@@ -25,6 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "idle": dict(mode=ForwardMode.IDLE, prefix_lens=(), new_lens=()),
 }
 KINDS = {kind.name.lower(): kind for kind in LayerKind} | {"mla": None}
+LATENTS = {"mla": LayerKind.FULL, "mla-sliding": LayerKind.SLIDING, "mla-local": LayerKind.LOCAL}
 MERGED = ("draft-branches", "verify-tree")  # two passes, joined by their LSE
 WITH_CROSS = ("extend", "mixed", "decode")
 
@@ -35,18 +36,18 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def problem(form: str, kind: str, **arguments: Any) -> Case:
-    """A ragged batch of a form, with a layer of a kind: 16 bit, pages of 64, heads of 64 unless said otherwise."""
+    """A ragged batch of a form, with a layer of a kind: 16 bit, pages of 64, heads of 64 unless said otherwise.
+
+    kind: one of KINDS, or of LATENTS, whose heads are a latent of 512 and a rope part of 64.
+    """
     given: dict[str, Any] = dict(prefix_lens=PAST) | FORMS[form]
     given |= dict(page_size=64, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, window=20)
-    if kind == "mla":
-        given |= dict(latent=512, rope=64)
-    else:
-        given |= dict(kind=KINDS[kind])
+    given |= dict(kind=LATENTS[kind], latent=512, rope=64) if kind in LATENTS else dict(kind=KINDS[kind])
     if kind == "cross":
         given |= dict(encoder_lens=(3, 0, 70))
     given |= arguments
     page_size = given["page_size"]
     given["chunk"] = page_size * max(1, 64 // page_size)  # a chunk is of whole pages
-    if kind == "mla" and given.get("v_scale"):
+    if kind in LATENTS and given.get("v_scale"):
         given["v_scale"] = given["k_scale"]  # a latent is key and value
     return make_case(given.pop("mode"), **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fa_fast
-from fa_fast.kernels import select
+from fa_fast.kernels import select, xpu_probe
 from fa_ref import UnsupportedByProvider
 from fa_ref.cases import Case
 from tests.xpu import emulated_vllm
@@ -113,6 +114,21 @@ def test_a_generation_whose_schema_cannot_be_read_is_known_by_its_answers(genera
     asked = loaded(install, BUILDS[generation], "2026-10").CAPABILITY
     assert (told.softcap, told.lse) == (asked.softcap, asked.lse)
     assert (told.softcap, told.lse) == ((False, False) if generation == "2026-08" else (True, True))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["attends", "attends-to-nothing"])
+@pytest.mark.parametrize("name", ["sgl_xpu", "vllm_xpu"])
+def test_what_another_device_of_the_process_gets_wrong_is_refused_on_all(name, plain, install, monkeypatch):
+    """A backend of the first device lives on when the second one is asked, and both read one record."""
+    built = emulated_vllm.modules() if name == "vllm_xpu" else modules(RIGHT)
+    module = install(name, built, None)
+    module.load(torch.device("cpu"))
+    functions = module._functions()
+    second = replace(module.VERDICTS, plain=plain, softcap=False)
+    monkeypatch.setitem(xpu_probe._FOUND, (id(functions), "xpu:1"), (functions, second))
+    module.load(torch.device("cpu"))
+    assert module.CAPABILITY.softcap is not plain  # one that cannot attend at all has no backend
+    assert module.CAPABILITY.lse and module.VERDICTS.softcap
 
 
 def test_a_verdict_never_adds_to_what_the_table_claims(install):

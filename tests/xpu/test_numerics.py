@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa_fast
-from fa_ref import ForwardMode, UnsupportedByProvider
+from fa_ref import UnsupportedByProvider
 from fa_ref.cases import Case
 from tests.support import FP8
 from tests.xpu.conftest import BUILDS
@@ -126,40 +125,3 @@ def test_a_random_ragged_batch_is_right_or_refused(build, data, provider):
     found = outcome(case, provider(build))
     must_run = build != "2026-08" and kind != "mla" and heads // kv_heads <= 16
     assert found == "right" or (found == "refused" and not must_run)
-
-
-# ---- the corpus ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["extend", "decode"])
-@every_build
-def test_text_starts_right_behind_an_encoder_of_1500_tokens(build, form, provider):
-    """sglang PR #36298 (corpus 42): the row is granular in tokens, and 1500 is no whole number of pages of 64."""
-    for kind in ("full", "cross"):
-        case = problem(form, kind, encoder_lens=(1500, 0, 70), encode=form == "extend")
-        assert outcome(case, provider(build)) == "right"
-
-
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-@every_build
-def test_several_queries_over_a_filled_cache_are_as_many_single_ones(build, page_size, provider):
-    """sgl-kernel-xpu #196 (corpus 43)."""
-    name, new, past = provider(build), 5, 131
-    several = problem("extend", "full", prefix_lens=(past,), new_lens=(new,), page_size=page_size)
-    together = several.run(fa_fast, name)
-    assert several.judge(together).ok
-    row = several.config.req_to_token_pool.req_to_token[several.batch.req_pool_indices]
-    for i in range(new):
-        length = torch.tensor([past + i + 1])
-        one = replace(
-            several.batch, forward_mode=ForwardMode.DECODE, seq_lens=length, seq_lens_cpu=length,
-            out_cache_loc=row[0, past + i : past + i + 1].long(), extend_seq_lens=None, extend_seq_lens_cpu=None,
-            extend_prefix_lens=None, extend_prefix_lens_cpu=None,
-        )  # fmt: skip
-        assert several.k is not None and several.v is not None
-        single = replace(
-            several, batch=one, q=several.q[i : i + 1], k=several.k[i : i + 1], v=several.v[i : i + 1]
-        )  # fmt: skip
-        alone = single.run(fa_fast, name)
-        verdict = single.judge(alone)
-        assert verdict.ok and (alone - together[i : i + 1]).abs().max() <= 2 * verdict.budget
