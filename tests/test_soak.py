@@ -154,7 +154,7 @@ def leave_garbage(runner: GraphRunner) -> None:
 def held(device: str) -> tuple[int, int]:
     """(tensors, bytes that they or, on a GPU, anything else hold)."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance would wake lazy modules
+    tensors = [one for one in gc.get_objects() if type(one) is Tensor]  # isinstance would wake lazy modules
     if device == "cuda":
         torch.cuda.synchronize()
         return len(tensors), torch.cuda.memory_allocated()
