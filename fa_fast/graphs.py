@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from fa_fast.planning.fixed import FixedBatch
 from fa_fast.recording import Recorder, Recording
 from fa_ref.api import BackendConfig, BadBatch, BadConfig, DraftInput, ForwardBatch, ForwardMode, VerifyInput
-from fa_ref.api.checks import reads_values
+from fa_ref.api.checks import check_shapes, reads_values
 from fa_ref.api.encoder import checked_text
 from fa_ref.api.planned import read_batch
 
@@ -125,8 +126,8 @@ class StaticBatch:
         same = _shape(info) == _shape(self.spec_info) and batch.forward_mode is self.mode
         if not same or batch.batch_size > self.max_requests:
             raise BadBatch(
-                f"a {batch.forward_mode.name} batch of {batch.batch_size} requests with spec_info {info!r}; captured "
-                f"is {self.mode.name} of up to {self.max_requests} with {self.spec_info!r}"
+                f"{batch.batch_size} requests of {_named(batch.forward_mode, info)}; captured is "
+                f"{_named(self.mode, self.spec_info)}, of up to {self.max_requests}"
             )
         lens = batch.extend_seq_lens_cpu
         if self.mode.is_draft_extend() and (lens is None or any(int(n) != self.tokens for n in lens)):
@@ -134,6 +135,18 @@ class StaticBatch:
                 f"extend_seq_lens_cpu is {lens}; a captured DRAFT_EXTEND has {self.tokens} tokens in every request: "
                 "run a ragged one without a graph"
             )
+
+    def given(self, batch: ForwardBatch) -> ForwardBatch:
+        """A batch of a server's own capture as it is checked: with the lengths that all requests have.
+
+        Padding rows of DRAFT_EXTEND may have length 1, which counts fewer tokens than they run.
+        """
+        if not self.mode.is_draft_extend():
+            return batch
+        lens, rows = batch.seq_lens, batch.req_pool_indices
+        if reads_values(self.config) and getattr(lens, "shape", None) == getattr(rows, "shape", ()):
+            lens = torch.where(rows == PADDING_ROW, lens.clamp(min=self.tokens), lens)
+        return replace(batch, seq_lens=lens, extend_seq_lens=self._new[: batch.batch_size])
 
     def check_values(self, batch: ForwardBatch) -> None:
         """Raise BadBatch or BadPageTable for what a caller wrote to a view, where it may be read."""
@@ -168,7 +181,7 @@ def _per_request(mode: ForwardMode, info: Any, draft_tokens: int) -> tuple[int, 
     if mode.is_draft_extend() and draft_tokens > 0:
         return draft_tokens, draft_tokens
     raise BadConfig(
-        f"no graph of {mode.name} with spec_info {info!r} and draft_tokens {draft_tokens}; captured are DECODE, "
+        f"no graph of {_named(mode, info)} with draft_tokens {draft_tokens}; captured are DECODE, "
         "DECODE with DraftInput, TARGET_VERIFY with VerifyInput, and DRAFT_EXTEND with draft_tokens, as many in every "
         "request"
     )
@@ -179,6 +192,14 @@ def _shape(info: Any) -> Any:
     if isinstance(info, VerifyInput):
         return "verify", info.draft_token_num, info.topk > 1 or info.custom_mask is not None
     return info
+
+
+def _named(mode: ForwardMode, info: Any) -> str:
+    """A mode and its spec_info in a message, without the mask."""
+    if isinstance(info, VerifyInput):
+        form = "a chain" if info.topk == 1 and info.custom_mask is None else "a tree"
+        return f"{mode.name} with spec_info of {info.draft_token_num} drafts, {form}"
+    return f"{mode.name} with spec_info {info!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +216,12 @@ class GraphRunner:
     """Captures a step over buckets of batch sizes, and replays the smallest one that holds a batch.
 
     backend: a FlashAttentionBackend or FlashAttentionMultiStepBackend of this package, planned inside the graph.
-    step(batch, **inputs): the layers of the batch; returns a tensor, or a tuple of them, whose rows are the batch's
-    (any number a request). inputs: tensors with the rows of the largest bucket; they show shapes and dtypes, and are
-    copied. Pools and weights are read where they are.
+    step(batch, **inputs): the layers of the batch; returns a tensor, or a tuple or dict of them, whose rows are the
+    batch's (any number a request). inputs: tensors with the rows of the largest bucket; they show shapes and dtypes,
+    and are copied. Pools and weights are read where they are. It is run to warm up before it is recorded, on padding
+    rows, so what it does beside its tensors is done then too.
+    mode, spec_info: of every batch, the server's own objects included; of a VerifyInput the mask is not read.
+    draft_tokens: query tokens a request in DRAFT_EXTEND.
 
     On CUDA and XPU a step is one graph; on a CPU it is run again over the same static inputs.
     Raises BadConfig for no or unsorted buckets, and for a mode without a fixed number of tokens a request.
@@ -207,11 +231,11 @@ class GraphRunner:
         self,
         backend: Any,
         step: Callable[..., Any],
-        mode: ForwardMode,
+        mode: Any,
         buckets: Sequence[int],
         inputs: Mapping[str, Tensor],
         *,
-        spec_info: DraftInput | VerifyInput | None = None,
+        spec_info: Any = None,
         draft_tokens: int = 0,
     ) -> None:
         self.buckets = list(buckets)
@@ -222,7 +246,11 @@ class GraphRunner:
         if uneven:
             raise BadConfig(f"inputs {', '.join(uneven)}: {most} requests, the largest bucket, cannot share their rows")
         self.backend, self.config, self.step = backend, backend.config, step
-        self.static = StaticBatch(backend.config, mode, most, spec_info, draft_tokens)
+        none = torch.zeros(0, dtype=torch.int32)
+        kind = self._as_batch(
+            SimpleNamespace(forward_mode=mode, batch_size=0, req_pool_indices=none, seq_lens=none, spec_info=spec_info)
+        )
+        self.static = StaticBatch(backend.config, kind.forward_mode, most, kind.spec_info, draft_tokens)
         self.inputs = {name: torch.zeros_like(value) for name, value in inputs.items()}
         self._recorder = Recorder(backend.config.device)
         self._places: dict[int, _Place] = {}
@@ -259,9 +287,12 @@ class GraphRunner:
         place.recording.replay()
         return place.result
 
-    def _read(self, batch: Any) -> ForwardBatch:
+    def _as_batch(self, batch: Any) -> ForwardBatch:
         topk, steps = getattr(self.backend, "topk", 0), getattr(self.backend, "speculative_num_steps", 0)
-        batch = read_batch(batch, self.config, topk, steps)
+        return read_batch(batch, self.config, topk, steps)
+
+    def _read(self, batch: Any) -> ForwardBatch:
+        batch = self._as_batch(batch)
         if batch.batch_size == 0:
             raise BadBatch("a batch without requests; an idle step needs no graph")
         checked_text(batch, self.config)
@@ -327,6 +358,8 @@ class GraphRunner:
 
 def _first(result: Any, count: int, bucket: int) -> Any:
     """The rows of the first `count` of `bucket` requests, in every tensor of a result."""
+    if isinstance(result, Mapping):
+        return {name: _first(one, count, bucket) for name, one in result.items()}
     if isinstance(result, tuple | list):
         return type(result)(_first(one, count, bucket) for one in result)
     return result[: result.shape[0] // bucket * count]
@@ -354,11 +387,20 @@ class PlanGraphs:
         self._recorded: dict[Any, Recording] = {}
 
     def capture(self, batch: ForwardBatch, draft_tokens: int = 0) -> None:
-        """Record the plan of batches of this mode, size and spec_info, and take it."""
+        """Record the plan of batches of this mode, size and spec_info, and take it.
+
+        draft_tokens: query tokens a request; 0 where the mode and spec_info say them. Values may be anything.
+        """
         if batch.forward_mode.is_draft_extend():
             self.draft_tokens = draft_tokens
         static = self._static_for(batch)
         static.check(batch)
+        check_shapes(static.given(batch), self.config)
+        if draft_tokens not in (0, static.tokens):
+            raise BadBatch(
+                f"num_tokens counts {draft_tokens} for each request; {_named(batch.forward_mode, batch.spec_info)} has "
+                f"{static.tokens}"
+            )
         static.fill(batch)
         view = static.view(batch.batch_size)
         recording = self._recorder.record(lambda: self._plan(view))
@@ -370,11 +412,12 @@ class PlanGraphs:
         recording = self._recorded.get(self._key(batch))
         if recording is None:
             raise BadBatch(
-                f"no captured plan of {batch.forward_mode.name} for {batch.batch_size} requests with spec_info "
-                f"{batch.spec_info!r}; call init_forward_metadata_capture_cuda_graph with that size first"
+                f"no captured plan of {batch.batch_size} requests of {_named(batch.forward_mode, batch.spec_info)}; "
+                "call init_forward_metadata_capture_cuda_graph with that size first"
             )
         static = self._static[self._key(batch)[:2]]
         static.check(batch)
+        checked_text(static.given(batch), self.config)
         static.fill(batch)
         recording.replay()
         self._take(recording.result)

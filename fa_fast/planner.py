@@ -93,10 +93,16 @@ class BatchPlanner:
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
-        """Record the plan of batches of this size, before the server records the layers. spec_info: of the step."""
+        """Record the plan of batches of this size, before the server records the layers.
+
+        num_tokens: query rows of all bs requests, as many each. Of rows and lengths only the first bs are read, and of
+        a VerifyInput no mask: values may be those of padding, row 0 and length 1.
+        """
+        if bs < 1 or num_tokens < bs or num_tokens % bs:
+            raise BadBatch(f"num_tokens {num_tokens} for bs {bs} requests; pass 1 or more, with as many tokens each")
+        tokens = num_tokens // bs
         prepared(self._plan_graphs).capture(
-            self._static(bs, num_tokens // bs, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, None),
-            num_tokens // bs,
+            self._static(bs, tokens, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, None), tokens
         )
 
     def init_forward_metadata_replay_cuda_graph(
@@ -113,6 +119,8 @@ class BatchPlanner:
     ) -> None:
         """Plan a batch into the recorded tensors, before the server replays its layers. Rows past bs are not read.
 
+        bs is a size that was captured: the server pads a smaller batch with rows 0 of length
+        `get_cuda_graph_seq_len_fill_value`, whose slots are 0, and the mask of a tree with rows for them.
         out_cache_loc: [request, branch, step], which draft decoding with topk > 1 needs. seq_lens_sum and seq_lens_cpu
         are not read: nothing here needs the host.
         """
@@ -149,9 +157,9 @@ class BatchPlanner:
         batch = SimpleNamespace(
             forward_mode=forward_mode,
             batch_size=bs,
-            req_pool_indices=req_pool_indices[:bs],
-            seq_lens=seq_lens[:bs],
-            encoder_lens=None if encoder_lens is None else encoder_lens[:bs],
+            req_pool_indices=_front(req_pool_indices, bs),
+            seq_lens=_front(seq_lens, bs),
+            encoder_lens=_front(encoder_lens, bs),
             spec_info=spec_info,
             out_cache_loc=out_cache_loc,
             extend_seq_lens_cpu=[tokens or prepared(self._plan_graphs).draft_tokens] * bs if extends else None,
@@ -168,6 +176,10 @@ class BatchPlanner:
     def _batch(self, batch: Any) -> ForwardBatch:
         """A server's batch; a draft must be the one that this backend was built for."""
         return read_batch(batch, self.config, self.topk, self.speculative_num_steps)
+
+
+def _front(values: Any, bs: int) -> Any:
+    return values[:bs] if isinstance(values, Tensor) else values
 
 
 def _expanded(step: AttentionPass | TreePass) -> AttentionPass:

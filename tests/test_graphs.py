@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 from dataclasses import replace
+from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import fa_fast
 import fa_ref
 from fa_fast.graphs import GraphRunner, StaticBatch
 from fa_fast.recording import Recorder, copy_into
-from fa_ref import BadBatch, BadConfig, DraftInput, ForwardBatch, ForwardMode, LayerKind, VerifyInput
+from fa_ref import BadBatch, BadConfig, BadPageTable, DraftInput, ForwardBatch, ForwardMode, LayerKind, VerifyInput
 from fa_ref.cases import Case, _custom_mask
 from tests.support import FP8, case_on
 
@@ -254,7 +256,7 @@ def test_a_server_s_own_capture_and_replay(kind, form, device):
     backend.init_cuda_graph_state(REQUESTS, REQUESTS * T)
     step = step_of(case, backend)
     full, inputs = at(case, [10] * REQUESTS, list(range(REQUESTS)))
-    tokens = full.out_cache_loc.shape[0] if full.forward_mode is not DECODE else REQUESTS
+    tokens = inputs["q"].shape[0]
     backend.init_forward_metadata_capture_cuda_graph(
         REQUESTS, tokens, full.req_pool_indices, full.seq_lens, full.encoder_lens, full.forward_mode, full.spec_info
     )
@@ -363,12 +365,147 @@ def test_a_size_that_was_not_captured_is_refused():
     with pytest.raises(BadBatch, match="init_cuda_graph_state"):
         backend.init_forward_metadata_replay_cuda_graph(*arguments)
     backend.init_cuda_graph_state(4)
-    with pytest.raises(BadBatch, match="no captured plan of DECODE for 1 requests"):
+    with pytest.raises(BadBatch, match="no captured plan of 1 requests of DECODE"):
         backend.init_forward_metadata_replay_cuda_graph(*arguments)
     with pytest.raises(BadBatch, match="called for 4"):
         backend.init_forward_metadata_capture_cuda_graph(
             5, 5, batch.req_pool_indices, batch.seq_lens, None, DECODE, None
         )
+
+
+def captured_by_a_server(form: str) -> tuple[Case, Any, ForwardBatch]:
+    """A backend with a plan of three requests recorded, and a batch that it can replay."""
+    case = problem("cpu", form)
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=case.step)
+    backend.init_cuda_graph_state(4)
+    batch, inputs = at(case, *REPLAYS[1])
+    info = batch.spec_info
+    if isinstance(info, VerifyInput):
+        info = replace(info, custom_mask=None)
+    backend.init_forward_metadata_capture_cuda_graph(
+        3, len(inputs["q"]), torch.zeros(3).int(), torch.ones(3).int(), None, batch.forward_mode, info
+    )
+    return case, backend, batch
+
+
+def replayed_by_a_server(backend: Any, batch: ForwardBatch) -> None:
+    backend.init_forward_metadata_replay_cuda_graph(
+        3, batch.req_pool_indices, batch.seq_lens, None, None, batch.forward_mode, batch.spec_info, None,
+        batch.out_cache_loc,
+    )  # fmt: skip
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a row that is none": (dict(req_pool_indices=torch.tensor([1, 2, 999])), BadPageTable, "req_pool_indices span"),
+    "a negative row": (dict(req_pool_indices=torch.tensor([1, 2, -5])), BadPageTable, "req_pool_indices span"),
+    "a length past the row": (dict(seq_lens=torch.tensor([4, 5, 99999])), BadPageTable, "its row holds 64"),
+    "a negative length": (dict(seq_lens=torch.tensor([4, 5, -3])), BadPageTable, "its row holds 64"),
+    "lengths that are no integers": (dict(seq_lens=torch.tensor([4.0, 5.0, 6.0])), BadBatch, "float32"),
+    "two rows for three requests": (dict(req_pool_indices=torch.tensor([1, 2])), BadBatch, r"shape \(2,\)"),
+    "a list": (dict(seq_lens=[4, 5, 6]), BadBatch, "as a tensor"),
+}
+
+
+@every_form
+@pytest.mark.parametrize("name", WRONG)
+def test_a_server_s_replay_refuses_what_an_eager_plan_refuses(name, form):
+    _, backend, batch = captured_by_a_server(form)
+    replayed_by_a_server(backend, batch)
+    before = [value.clone() for value in tensors_of(backend.forward_metadata)]
+    changes, error, says = WRONG[name]
+    if form == "verify-tree" and "length" in name and error is BadPageTable:
+        error, says = BadBatch, "custom_mask is"  # of another size than these lengths want
+    with pytest.raises(error, match=says):
+        replayed_by_a_server(backend, replace(batch, **changes))
+    after = tensors_of(backend.forward_metadata)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_server_s_replay_of_a_tree_needs_the_mask_of_this_step():
+    """Without it the mask of the step before would be read once more."""
+    _, backend, batch = captured_by_a_server("verify-tree")
+    replayed_by_a_server(backend, batch)
+    assert isinstance(batch.spec_info, VerifyInput) and batch.spec_info.custom_mask is not None
+    for mask, says in ((None, "a tree needs one"), (batch.spec_info.custom_mask[:50], r"shape \(50,\)")):
+        with pytest.raises(BadBatch, match=says):
+            replayed_by_a_server(backend, replace(batch, spec_info=replace(batch.spec_info, custom_mask=mask)))
+
+
+def test_a_server_s_padding_rows_have_the_fill_value(monkeypatch):
+    monkeypatch.setenv("FA_CHECK", "1")
+    for form in FORMS:
+        case, backend, batch = captured_by_a_server(form)
+        fill = backend.get_cuda_graph_seq_len_fill_value()
+        rows, lens = batch.req_pool_indices.clone(), batch.seq_lens.clone()
+        rows[2], lens[2], info = 0, fill, batch.spec_info
+        if isinstance(info, VerifyInput) and info.custom_mask is not None:
+            sizes = [T * (n + T) for n in batch.seq_lens.tolist()]
+            masks, padding = info.custom_mask.split(sizes), torch.ones(T, fill + T).tril(fill).bool()
+            info = replace(info, custom_mask=torch.cat([*masks[:2], padding.flatten()]))
+        loc = None
+        if isinstance(info, DraftInput):
+            loc = batch.out_cache_loc.clone()  # type: ignore[union-attr]
+            loc[-(loc.numel() // 3) :] = 0
+        padded = replace(batch, req_pool_indices=rows, seq_lens=lens, spec_info=info, out_cache_loc=loc)
+        replayed_by_a_server(backend, padded)
+        (*_, step) = backend.forward_metadata.for_kind(LayerKind.FULL)
+        assert case.config.req_to_token_pool.req_to_token[0].eq(0).all() and step is not None
+
+
+@pytest.mark.parametrize(("bs", "tokens"), [(0, 0), (3, 4), (3, 0), (3, 6)])
+def test_a_server_s_capture_counts_its_tokens(bs, tokens):
+    case = problem("cpu", "decode")
+    backend = fa_fast.FlashAttentionBackend(case.config)
+    backend.init_cuda_graph_state(4)
+    with pytest.raises(BadBatch, match="num_tokens"):
+        backend.init_forward_metadata_capture_cuda_graph(
+            bs, tokens, torch.zeros(3).int(), torch.ones(3).int(), None, DECODE, None
+        )
+
+
+# ---- a server's own objects -----------------------------------------------------------------------------------------
+
+
+class ServersMode(IntEnum):
+    DECODE = 7
+    TARGET_VERIFY = 9
+
+
+@pytest.mark.parametrize("form", ["decode", "verify-tree"])
+def test_a_runner_takes_a_server_s_own_mode_and_drafts(form):
+    case = problem("cpu", form)
+    backend, mode = fa_fast.FlashAttentionBackend(case.config), ServersMode[case.batch.forward_mode.name]
+    batch, inputs = at(case, *REPLAYS[0])
+    mine = SimpleNamespace(**vars(batch) | dict(forward_mode=mode))
+    if isinstance(batch.spec_info, VerifyInput):
+        mine.spec_info = SimpleNamespace(**vars(batch.spec_info))
+    runner = GraphRunner(backend, step_of(case, backend), mode, [REQUESTS], inputs, spec_info=mine.spec_info)
+    assert same(case, runner.run(mine, **inputs), eager(case, batch, inputs))
+    with pytest.raises(BadBatch, match="forward_mode 'draw' is unknown"):
+        GraphRunner(backend, step_of(case, backend), "draw", [REQUESTS], inputs)
+
+
+def test_a_step_may_return_a_dict():
+    case = problem("cpu", "decode")
+    backend = fa_fast.FlashAttentionBackend(case.config)
+    batch, inputs = at(case, *REPLAYS[1])
+    one = step_of(case, backend)
+    runner = GraphRunner(
+        backend, lambda batch, **given: dict(out=one(batch, **given), twice=[given["q"] * 2]), DECODE, [4],
+        {name: value.new_zeros(4, value.shape[1]) for name, value in inputs.items()},
+    )  # fmt: skip
+    found = runner.run(batch, **inputs)
+    assert same(case, found["out"], eager(case, batch, inputs)) and torch.equal(found["twice"][0], inputs["q"] * 2)
+
+
+def test_a_refusal_names_the_drafts_and_not_their_mask():
+    _, backend, batch = captured_by_a_server("verify-tree")
+    with pytest.raises(BadBatch) as refused:
+        backend.init_forward_metadata_replay_cuda_graph(
+            2, batch.req_pool_indices, batch.seq_lens, None, None, batch.forward_mode, batch.spec_info
+        )
+    assert f"TARGET_VERIFY with spec_info of {T} drafts, a tree" in str(refused.value)
+    assert "tensor(" not in str(refused.value)
 
 
 def test_the_reference_captures_nothing():

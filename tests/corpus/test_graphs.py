@@ -238,9 +238,8 @@ def test_report_30_a_replay_follows_the_server_s_tensors_of_either_width(page_si
     backend.init_cuda_graph_state(REQUESTS, REQUESTS * DRAFTS)
     full, inputs = at(case, [1] * REQUESTS, EVERYONE)
     rows, lens, loc = full.req_pool_indices.to(dtype), full.seq_lens.to(dtype), full.out_cache_loc.clone()
-    tokens = REQUESTS if full.forward_mode.is_decode() else len(loc)
     backend.init_forward_metadata_capture_cuda_graph(
-        REQUESTS, tokens, rows, lens, None, full.forward_mode, full.spec_info
+        REQUESTS, len(inputs["q"]), rows, lens, None, full.forward_mode, full.spec_info
     )
     addresses = [tensor.data_ptr() for tensor in tensors_of(backend.forward_metadata)]
     static, step = replace(full, out_cache_loc=loc), step_of(case, backend)
