@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_fast.write import Write, writer
-from fa_ref.api import AttentionLayer, AttentionPlan, BackendConfig, ForwardBatch, LayerKind
+from fa_ref.api import AttentionLayer, AttentionPlan, BackendConfig, BadBatch, ForwardBatch, LayerKind
 from fa_ref.api.bounds import key_rows, slots_to_write
 from fa_ref.api.checks import check_cut
 from fa_ref.api.encoder import check_encoder_writes
@@ -144,6 +144,19 @@ class Step(PlannedBatch):
         super().__init__(plan, config, read)
         self.calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._shared: dict[int, Shared] = {}
+        self._only: Any = None
+
+    def only_for(self, given: Any) -> None:
+        """Take no other object for the planned batch: its values are on the device, and cannot be compared."""
+        self._only = given
+
+    def of(self, given: Any) -> ForwardBatch:
+        if self._only is not None and given is not self._only:
+            raise BadBatch(
+                "the current plan is that of a graph, for its own batch; call init_forward_metadata(forward_batch) "
+                "before forward"
+            )
+        return super().of(given)
 
     def remember(self, given: Any, batch: ForwardBatch) -> None:
         super().remember(given, batch)

@@ -61,6 +61,7 @@ class StaticBatch:
         if config.is_encoder_decoder:
             self._padding["encoder_lens"] = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.tensors = {name: value.clone() for name, value in self._padding.items()}
+        self._storages = {_storage(value) for value in self.tensors.values()}
         self._new = torch.full((max_requests,), self.tokens, dtype=torch.int32, device=device)
         self._mask: Tensor | None = None
         if isinstance(spec_info, VerifyInput) and (spec_info.topk > 1 or spec_info.custom_mask is not None):
@@ -129,6 +130,13 @@ class StaticBatch:
                 f"{batch.batch_size} requests of {_named(batch.forward_mode, info)}; captured is "
                 f"{_named(self.mode, self.spec_info)}, of up to {self.max_requests}"
             )
+        for name in ("token_to_kv_pool", "req_to_token_pool"):
+            if getattr(batch, name) not in (None, getattr(self.config, name)):
+                raise BadBatch(
+                    f"{name} of the batch is not the config's, which graphs read: make a runner for each pool"
+                )
+        for name, static in self.tensors.items():
+            check_apart(name, getattr(batch, name), static, self._storages)
         lens = batch.extend_seq_lens_cpu
         if self.mode.is_draft_extend() and (lens is None or any(int(n) != self.tokens for n in lens)):
             raise BadBatch(
@@ -155,6 +163,16 @@ class StaticBatch:
             entries = info.draft_token_num * (int(batch.seq_lens.sum()) + batch.batch_size * info.draft_token_num)
             batch = replace(batch, spec_info=replace(info, custom_mask=self._mask[:entries]))
         checked_text(batch, self.config)
+
+
+def check_apart(name: str, value: Any, static: Tensor, storages: set[int]) -> None:
+    """Raise BadBatch for a value in another place of the static tensors: a copy would read what it overwrites."""
+    if isinstance(value, Tensor) and value.data_ptr() != static.data_ptr() and _storage(value) in storages:
+        raise BadBatch(f"{name} lies in the runner's static tensors, elsewhere than it is read; pass a clone of it")
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def copy_together(moves: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -242,6 +260,9 @@ class GraphRunner:
         if not self.buckets or self.buckets != sorted(set(self.buckets)) or self.buckets[0] < 1:
             raise BadConfig(f"buckets {self.buckets}; pass rising batch sizes from 1 on")
         most = self.buckets[-1]
+        rowless = [name for name, value in inputs.items() if not isinstance(value, Tensor) or value.dim() == 0]
+        if rowless:
+            raise BadConfig(f"inputs {', '.join(rowless)} are no tensors with a row for each token or request")
         uneven = [name for name, value in inputs.items() if value.shape[0] % most]
         if uneven:
             raise BadConfig(f"inputs {', '.join(uneven)}: {most} requests, the largest bucket, cannot share their rows")
@@ -252,16 +273,19 @@ class GraphRunner:
         )
         self.static = StaticBatch(backend.config, kind.forward_mode, most, kind.spec_info, draft_tokens)
         self.inputs = {name: torch.zeros_like(value) for name, value in inputs.items()}
+        self._storages = {_storage(value) for value in self.inputs.values()}
         self._recorder = Recorder(backend.config.device)
         self._places: dict[int, _Place] = {}
         self._recorded: dict[int, Recording] = {}
         for bucket in reversed(self.buckets):  # the largest first: smaller ones fit into its memory
             self._recorded[bucket] = self._recorder.record(self._work(bucket))
+            self._place(bucket)
 
     def place(self, requests: int) -> tuple[ForwardBatch, dict[str, Tensor]]:
         """A batch of so many requests and its inputs, where the graph reads them: write there, then `run` them.
 
-        Such a run launches the graph and nothing else, and pads the rows that a larger batch before it has used. The
+        Such a run launches the graph and nothing else, and pads the rows that a larger batch before it has used: what
+        was written for a batch is there for its own run, and not after that of a smaller one. The
         values written are checked only where they may be read: on a CPU, and under FA_CHECK=1.
         Raises BadBatch for no request, and for more than the largest bucket holds.
         """
@@ -323,11 +347,15 @@ class GraphRunner:
             raise BadBatch(f"inputs {sorted(inputs)}; the step was captured with {sorted(self.inputs)}")
         for name, value in inputs.items():
             static = place.inputs[name]
-            if value is not static and (value.shape != static.shape or value.dtype != static.dtype):
+            if value is static:
+                continue
+            if not isinstance(value, Tensor) or value.shape != static.shape or value.dtype != static.dtype:
+                found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise BadBatch(
-                    f"{name} is {value.dtype} of shape {tuple(value.shape)}; for {place.batch.batch_size} requests it "
-                    f"must be {static.dtype} of shape {tuple(static.shape)}"
+                    f"{name} is {found}; for {place.batch.batch_size} requests it must be {static.dtype} of shape "
+                    f"{tuple(static.shape)}"
                 )
+            check_apart(name, value, static, self._storages)
 
     def _fill(self, batch: ForwardBatch, inputs: Mapping[str, Tensor], place: _Place) -> None:
         self.static.holds(batch.batch_size)
@@ -361,7 +389,14 @@ def _first(result: Any, count: int, bucket: int) -> Any:
     if isinstance(result, Mapping):
         return {name: _first(one, count, bucket) for name, one in result.items()}
     if isinstance(result, tuple | list):
-        return type(result)(_first(one, count, bucket) for one in result)
+        parts = [_first(one, count, bucket) for one in result]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] % bucket:
+        found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(result)
+        raise BadConfig(
+            f"the step returned {found} for {bucket} requests; return tensors, or tuples or dicts of them, with as "
+            "many rows for every request"
+        )
     return result[: result.shape[0] // bucket * count]
 
 
@@ -391,9 +426,7 @@ class PlanGraphs:
 
         draft_tokens: query tokens a request; 0 where the mode and spec_info say them. Values may be anything.
         """
-        if batch.forward_mode.is_draft_extend():
-            self.draft_tokens = draft_tokens
-        static = self._static_for(batch)
+        static = self._static_for(batch, draft_tokens)
         static.check(batch)
         check_shapes(static.given(batch), self.config)
         if draft_tokens not in (0, static.tokens):
@@ -401,6 +434,9 @@ class PlanGraphs:
                 f"num_tokens counts {draft_tokens} for each request; {_named(batch.forward_mode, batch.spec_info)} has "
                 f"{static.tokens}"
             )
+        self._static[self._key(batch)[:2]] = static
+        if batch.forward_mode.is_draft_extend():
+            self.draft_tokens = static.tokens
         static.fill(batch)
         view = static.view(batch.batch_size)
         recording = self._recorder.record(lambda: self._plan(view))
@@ -418,19 +454,18 @@ class PlanGraphs:
         static = self._static[self._key(batch)[:2]]
         static.check(batch)
         checked_text(static.given(batch), self.config)
+        info = batch.spec_info
+        if isinstance(info, DraftInput) and info.topk != 1 and batch.out_cache_loc is None:
+            raise BadBatch("draft decoding with topk > 1 needs out_cache_loc [request, branch, step], which is None")
         static.fill(batch)
         recording.replay()
         self._take(recording.result)
 
-    def _static_for(self, batch: ForwardBatch) -> StaticBatch:
+    def _static_for(self, batch: ForwardBatch, draft_tokens: int) -> StaticBatch:
         if batch.batch_size > self.max_requests:
             raise BadBatch(f"{batch.batch_size} requests; init_cuda_graph_state was called for {self.max_requests}")
-        key = self._key(batch)[:2]
-        if key not in self._static:
-            self._static[key] = StaticBatch(
-                self.config, batch.forward_mode, self.max_requests, batch.spec_info, self.draft_tokens
-            )
-        return self._static[key]
+        kept = self._static.get(self._key(batch)[:2])
+        return kept or StaticBatch(self.config, batch.forward_mode, self.max_requests, batch.spec_info, draft_tokens)
 
     @staticmethod
     def _key(batch: ForwardBatch) -> tuple[Any, ...]:

@@ -29,12 +29,14 @@ class FlashAttentionMultiStepBackend(MultiStepBackend):
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: Any, bs: int) -> None:
         """Plan all steps of the first bs requests into the recorded tensors, before the server replays its layers."""
-        batch = self._read(forward_batch)
+        graphs, batch = prepared(self._plan_graphs), self._read(forward_batch)
+        for backend in self.attn_backends:
+            backend.drop_plan()
         loc = batch.out_cache_loc
         slots = None if loc is None else loc[: bs * self.topk * self.speculative_num_steps]
         encoder = None if batch.encoder_lens is None else batch.encoder_lens[:bs]
         rows, lens = batch.req_pool_indices[:bs], batch.seq_lens[:bs]
-        prepared(self._plan_graphs).replay(
+        graphs.replay(
             replace(
                 batch, batch_size=bs, req_pool_indices=rows, seq_lens=lens, seq_lens_cpu=None, out_cache_loc=slots,
                 encoder_lens=encoder, encoder_lens_cpu=None,
@@ -44,6 +46,8 @@ class FlashAttentionMultiStepBackend(MultiStepBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Plan all steps on the device alone: what a graph records, ahead of the layers."""
         self._take(self._plans_in_graph(self._read(forward_batch)))
+        for backend in self.attn_backends:
+            backend._planned().only_for(forward_batch)
 
     def _plans_in_graph(self, batch: ForwardBatch) -> list[AttentionPlan]:
         plans = plan_steps_unchecked(batch, self.config, self.speculative_num_steps)

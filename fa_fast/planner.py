@@ -12,6 +12,7 @@ from fa_fast.calls import Step
 from fa_fast.graphs import PlanGraphs, prepared
 from fa_fast.planning import plan_batch, plan_unchecked
 from fa_ref.api import AttentionPass, AttentionPlan, BackendConfig, BadBatch, ForwardBatch, ForwardMode, TreePass
+from fa_ref.api.checks import check_step
 from fa_ref.api.encoder import checked_text
 from fa_ref.api.planned import read_batch
 
@@ -124,7 +125,9 @@ class BatchPlanner:
         out_cache_loc: [request, branch, step], which draft decoding with topk > 1 needs. seq_lens_sum and seq_lens_cpu
         are not read: nothing here needs the host.
         """
-        prepared(self._plan_graphs).replay(
+        graphs = prepared(self._plan_graphs)
+        self.drop_plan()
+        graphs.replay(
             self._static(bs, 0, req_pool_indices, seq_lens, encoder_lens, forward_mode, spec_info, out_cache_loc)
         )
 
@@ -135,10 +138,15 @@ class BatchPlanner:
             checked_text(batch, self.config)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Plan on the device alone: what a graph records, ahead of the layers. The batch is one of static tensors."""
+        """Plan on the device alone: what a graph records, ahead of the layers. The batch is one of static tensors.
+
+        Layers must bring this very batch: which others share its values, nothing on the host can tell.
+        """
         self._take(self._plan_in_graph(self._batch(forward_batch)))
+        self._planned().only_for(forward_batch)
 
     def _plan_in_graph(self, batch: ForwardBatch) -> AttentionPlan:
+        check_step(batch, self.speculative_step_id)
         return self._as_run(plan_unchecked(batch, self.config, self.speculative_step_id))
 
     def _static(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import namedtuple
 from dataclasses import replace
 from enum import IntEnum
 from types import SimpleNamespace
@@ -411,14 +412,18 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_a_server_s_replay_refuses_what_an_eager_plan_refuses(name, form):
     _, backend, batch = captured_by_a_server(form)
     replayed_by_a_server(backend, batch)
-    before = [value.clone() for value in tensors_of(backend.forward_metadata)]
+    recorded = tensors_of(backend.forward_metadata)
+    before = [value.clone() for value in recorded]
     changes, error, says = WRONG[name]
     if form == "verify-tree" and "length" in name and error is BadPageTable:
         error, says = BadBatch, "custom_mask is"  # of another size than these lengths want
     with pytest.raises(error, match=says):
         replayed_by_a_server(backend, replace(batch, **changes))
-    after = tensors_of(backend.forward_metadata)
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, recorded, strict=True))
+    with pytest.raises(BadBatch, match="no batch is planned"):  # not the batch before, for layers that run all the same
+        _ = backend.forward_metadata
+    replayed_by_a_server(backend, batch)
+    assert [value.data_ptr() for value in tensors_of(backend.forward_metadata)] == [x.data_ptr() for x in recorded]
 
 
 def test_a_server_s_replay_of_a_tree_needs_the_mask_of_this_step():
@@ -463,6 +468,68 @@ def test_a_server_s_capture_counts_its_tokens(bs, tokens):
         )
 
 
+def test_a_refused_capture_of_another_width_leaves_the_good_one():
+    _, backend, batch = captured_by_a_server("draft-extend")
+    with pytest.raises(BadBatch, match="a captured DRAFT_EXTEND has 3 tokens"):
+        backend.init_forward_metadata_capture_cuda_graph(
+            2, 2, torch.zeros(3).int(), torch.ones(3).int(), None, EXTEND, None
+        )
+    replayed_by_a_server(backend, batch)
+
+
+@pytest.mark.parametrize("missing", ["out_cache_loc", "encoder_lens"])
+def test_a_server_s_replay_needs_what_planning_reads(missing):
+    if missing == "encoder_lens":
+        case = problem("cpu", "decode", "cross")
+        backend = fa_fast.FlashAttentionBackend(case.config)
+        backend.init_cuda_graph_state(4)
+        batch, _ = at(case, *REPLAYS[1])
+        backend.init_forward_metadata_capture_cuda_graph(
+            3, 3, torch.zeros(3).int(), torch.ones(3).int(), torch.zeros(3).int(), DECODE, None
+        )
+    else:
+        _, backend, batch = captured_by_a_server("draft-branches")
+        batch = replace(batch, out_cache_loc=None)
+    with pytest.raises(BadBatch, match=missing):
+        replayed_by_a_server(backend, batch)
+
+
+# ---- which plan is in use --------------------------------------------------------------------------------------------
+
+
+def test_a_runner_leaves_no_plan_for_other_batches(device):
+    """Its plan is of static tensors: which batches share their values, nothing on the host could tell."""
+    case = problem(device, "decode")
+    backend = fa_fast.FlashAttentionBackend(case.config)
+    batch, inputs = at(case, *REPLAYS[1])
+    other, _ = at(case, [7, 8, 9], [4, 2, 0])
+    step, says = step_of(case, backend), "the current plan is that of a graph"
+    backend.init_forward_metadata(batch)
+    runner = GraphRunner(backend, step, DECODE, [3], inputs)
+    with pytest.raises(BadBatch, match=says):
+        step(batch, **inputs)
+    if device == "cpu":  # where a replay plans again
+        backend.init_forward_metadata(batch)
+        runner.run(other, **inputs)
+        with pytest.raises(BadBatch, match=says):
+            step(batch, **inputs)
+    backend.init_forward_metadata(batch)
+    assert same(case, step(batch, **inputs), runner.run(batch, **inputs))
+
+
+def test_a_runner_of_a_draft_leaves_no_plan_either():
+    case = problem("cpu", "draft-branches")
+    backend = fa_fast.FlashAttentionMultiStepBackend(case.config, topk=3, speculative_num_steps=2)
+    batch, inputs = at(case, *REPLAYS[1])
+
+    def steps(batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [one.forward(q, k, v, case.layer, batch) for one in backend.attn_backends]
+
+    GraphRunner(backend, steps, DECODE, [3], inputs, spec_info=batch.spec_info)
+    with pytest.raises(BadBatch, match="that of a graph"):
+        steps(batch, **inputs)
+
+
 # ---- a server's own objects -----------------------------------------------------------------------------------------
 
 
@@ -496,6 +563,64 @@ def test_a_step_may_return_a_dict():
     )  # fmt: skip
     found = runner.run(batch, **inputs)
     assert same(case, found["out"], eager(case, batch, inputs)) and torch.equal(found["twice"][0], inputs["q"] * 2)
+
+
+def test_a_step_may_return_a_named_tuple_and_nothing_without_rows():
+    case = problem("cpu", "decode")
+    backend = fa_fast.FlashAttentionBackend(case.config)
+    batch, inputs = at(case, *REPLAYS[1])
+    one, pair = step_of(case, backend), namedtuple("pair", "out lens")
+    runner = GraphRunner(
+        backend, lambda batch, **given: pair(one(batch, **given), batch.seq_lens), DECODE, [3], inputs
+    )  # fmt: skip
+    found = runner.run(batch, **inputs)
+    assert same(case, found.out, eager(case, batch, inputs)) and torch.equal(found.lens, batch.seq_lens.int())
+    for wrong in (torch.arange(7), torch.tensor(1.0), None, 5):
+        with pytest.raises(BadConfig, match="as many rows for every request"):
+            GraphRunner(backend, lambda batch, wrong=wrong, **given: (one(batch, **given), wrong), DECODE, [3], inputs)
+
+
+def test_inputs_are_tensors_with_rows_and_lie_elsewhere():
+    case = problem("cpu", "decode")
+    runner = runner_of(case)
+    batch, inputs = at(case, *REPLAYS[1])
+    for wrong in (torch.tensor(1.0), [1.0]):
+        with pytest.raises(BadConfig, match="inputs extra are no tensors"):
+            GraphRunner(
+                runner.backend, lambda batch, extra, **given: None, DECODE, [3], inputs | {"extra": wrong}  # type: ignore[dict-item]
+            )  # fmt: skip
+        with pytest.raises(BadBatch, match=r"q is .*; for 3 requests"):
+            runner.run(batch, **inputs | dict(q=wrong))
+    placed, views = runner.place(3)
+    for wrong in (dict(k=views["v"], v=views["k"]), dict(q=runner.inputs["q"][3:6])):
+        with pytest.raises(BadBatch, match="lies in the runner's static tensors"):
+            runner.run(batch, **inputs | wrong)
+    moved = replace(batch, seq_lens=runner.static.tensors["seq_lens"][1:4])
+    with pytest.raises(BadBatch, match="seq_lens lies in"):
+        runner.run(moved, **inputs)
+    assert same(case, runner.run(batch, **inputs), eager(case, batch, inputs))
+    assert runner.run(placed, **views).shape == inputs["q"].shape
+
+
+def test_pools_of_a_batch_s_own_are_not_left_out():
+    """An eager step reads them; a graph reads those that it was captured with."""
+    case, other = problem("cpu", "decode"), problem("cpu", "decode")
+    runner = runner_of(case)
+    batch, inputs = at(case, *REPLAYS[1])
+    for name in ("token_to_kv_pool", "req_to_token_pool"):
+        with pytest.raises(BadBatch, match=f"{name} of the batch is not the config's"):
+            runner.run(replace(batch, **{name: getattr(other.config, name)}), **inputs)
+        mine = replace(batch, **{name: getattr(case.config, name)})
+        assert same(case, runner.run(mine, **inputs), eager(case, batch, inputs))
+
+
+@pytest.mark.parametrize("form", ["draft-chain", "draft-branches"])
+def test_a_step_that_the_draft_does_not_have_is_not_captured(form):
+    case = problem("cpu", form)
+    backend = fa_fast.FlashAttentionBackend(case.config, speculative_step_id=9)
+    _, inputs = at(case, *REPLAYS[1])
+    with pytest.raises(BadBatch, match="step 9 of a draft"):
+        GraphRunner(backend, step_of(case, backend), DECODE, [3], inputs, spec_info=case.batch.spec_info)
 
 
 def test_a_refusal_names_the_drafts_and_not_their_mask():
