@@ -245,6 +245,17 @@ def test_short_key_attention_equals_its_definition(
     assert error <= loose / 6 * size
 
 
+@pytest.mark.parametrize("cap", [0.5, 8.0, 50.0, 1e3, 1e5])
+def test_a_softcap_of_any_size_keeps_the_precision_of_the_logits(device, cap):
+    """Logits far below the cap are where (1 - e) / (1 + e) cancels."""
+    arguments, named = tree_problem(device, 4, 2, 64, 64, 3, 5, 5, False, False)
+    ours, definition = (
+        f(*arguments, **named | dict(softcap=cap)) for f in (short_key_attention, short_key_attention_torch)
+    )
+    loose = 0.02 if device == "cuda" else 2e-6
+    torch.testing.assert_close(ours.float(), definition.float(), atol=loose, rtol=loose)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("attend", [short_key_attention, short_key_attention_torch])
 @pytest.mark.parametrize(

@@ -45,8 +45,9 @@ def short_key_attention_torch(
     Prefix: prefix_out [tokens, heads, v_dim] with fp32 prefix_lse (tokens, heads), any strides.
     Scales: fp32 with 1 or kv_heads elements, fp8 caches only.
 
-    A key that a query does not see changes none of its bits, whatever it holds. A NaN or infinity in a value makes
-    the whole output NaN for the queries that see it, in the heads that share it.
+    A key that a query does not see changes none of its bits, whatever it holds. A NaN or infinity in a value reaches
+    the queries that see it, in the heads that share it: here all of their output is NaN, the kernel may keep numbers
+    of dims beside it where every query sees every key.
     """
     requests, kv_heads = q.shape[0] // queries, k_cache.shape[1]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -28,9 +28,11 @@ def _fold(
     v = tl.load(v_at, mask=there[:, None] & (dv < v_dim)[None, :], other=0.0).to(queries.dtype)
     scores = tl.dot(queries, k, input_precision="ieee") * factor
     if SOFTCAP:
-        scaled = scores / softcap  # tanh from exp2 of a number that cannot overflow
-        e = tl.exp(-2.0 * tl.abs(scaled))
-        tanh = (1.0 - e) / (1.0 + e)
+        scaled = scores / softcap  # tanh from exp of a number that cannot overflow, or where that cancels its series
+        size = tl.abs(scaled)
+        e, square = tl.exp(-2.0 * size), size * size
+        series = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+        tanh = tl.where(size < 0.15, series, (1.0 - e) / (1.0 + e))
         scores = softcap * tl.where(scaled < 0, -tanh, tanh)
     if ISOLATE:
         # A value that is not finite is NaN in the scores of its key, which hidden keys lose, and 0 in the product,
