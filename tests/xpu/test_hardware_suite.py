@@ -19,6 +19,7 @@ from tests.hardware.report import Report
 from tests.xpu.conftest import BUILDS
 from tests.xpu.emulated_sgl import Build, modules
 from tests.xpu.forms import MERGED
+from tests.xpu.signatures import with_signature
 
 ROOT = Path(__file__).parents[2]
 every_build = pytest.mark.parametrize("build", BUILDS)
@@ -111,14 +112,15 @@ def test_a_write_that_fails_leaves_the_report_before_it(tmp_path, monkeypatch):
 
 def test_kernels_wrong_in_plain_attention_leave_a_report_with_header_and_verdicts(tmp_path, install):
     broken = modules(Build())
-    broken["sgl_kernel.flash_attn"].flash_attn_with_kvcache = lambda q, **call: torch.zeros_like(q)  # type: ignore[attr-defined]
+    zeros: Any = with_signature("sgl_kernel", "flash_attn_with_kvcache", lambda q, **call: torch.zeros_like(q))
+    broken["sgl_kernel.flash_attn"].flash_attn_with_kvcache = zeros  # type: ignore[attr-defined]
     install("sgl_xpu", broken, "2026-10")
     reports = Report(tmp_path / "report.json")
     with pytest.raises(pytest.fail.Exception, match=r"UnsupportedByProvider.*failed a problem of two keys"):
         test_xpu.able(reports.entry_of("cpu", "sgl_xpu"))
     (written,) = json.loads((tmp_path / "report.json").read_text())
     assert written["verdicts"]["plain"] is False and written["generation"] == "2026-10" and written["versions"]["torch"]
-    assert any(note.startswith("plain, 1 per sequence: ") for note in written["verdicts"]["notes"])
+    assert any(note.startswith("plain, 1 per sequence: [0.0") for note in written["verdicts"]["notes"])
 
 
 def test_one_package_is_enough_and_none_is_a_failure(tmp_path, install, monkeypatch):
