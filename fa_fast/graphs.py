@@ -199,7 +199,8 @@ class GraphRunner:
     (any number a request). inputs: tensors with the rows of the largest bucket; they show shapes and dtypes, and are
     copied. Pools and weights are read where they are.
 
-    On CUDA and XPU a step is one graph; on a CPU it is run again over the same static inputs.
+    On CUDA and XPU a step is one graph (on XPU contract-tested, never run on Intel hardware); on a CPU it is run again
+    over the same static inputs.
     Raises BadConfig for no or unsorted buckets, and for a mode without a fixed number of tokens a request.
     """
 
