@@ -321,8 +321,8 @@ def _pages_of_intel() -> str:
     default, *others = read
     also = "".join(f'; `{name}` (`provider="{name}"`) also {_listed(read[name] - read[default])}' for name in others)
     return (
-        f"Page sizes on an Intel GPU, MLA aside: `{default}` reads pages of {_listed(read[default])} where they are{also}. "
-        "With pages of other sizes the keys are copied in every layer, in every step: take `page_size=64`."
+        f"Page sizes on an Intel GPU, MLA aside: `{default}` reads pages of {_listed(read[default])} where they are"
+        f"{also}. With pages of other sizes the keys are copied in every layer, in every step: take `page_size=64`."
     )
 
 
