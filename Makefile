@@ -7,7 +7,7 @@
 #   make generate   renew what is written from code: README's table, overview picture, performance page
 #   make docs       the site, warnings as errors: docs/_build/html/index.html
 #   make bench      the benchmark suite (BENCH="--device cpu --only decode --json out.json")
-#   make test-xpu   on an Intel GPU: numerics and graphs, and a report in JSON (FA_XPU_REPORT=report.json)
+#   make test-xpu   on an Intel GPU: numerics and graphs, and a report in JSON (FA_XPU_REPORT=xpu-report.json)
 #   make fuzz       20 000 random batches, masks = passes = fast
 #   make lint       ruff and pyright
 #   make clean      remove what was built, .venv included
@@ -21,6 +21,7 @@ PIP_FLAGS ?=
 JOBS      ?= 2
 BENCH     ?=
 NOTEBOOKS ?=
+FA_XPU_REPORT ?= xpu-report.json
 
 VENV      := .venv
 PY        := $(VENV)/bin/python
@@ -85,9 +86,9 @@ docs: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-dev
 	$(PY) -m benchmarks $(BENCH)
 
-# In the environment that the kernels were built in (docs/install.md), not in .venv.
+# In the environment that the kernels were built in (docs/install.md), not in .venv. Without a device it fails.
 test-xpu:
-	$(ONE_THREAD) $(PYTHON) -m pytest tests/hardware -m hardware -rs
+	FA_XPU_REPORT="$(FA_XPU_REPORT)" $(ONE_THREAD) $(PYTHON) -m pytest tests/hardware -m hardware -rsf
 
 fuzz: $(VENV)/.stamp-dev
 	FA_FUZZ=long $(ONE_THREAD) $(PY) -m pytest tests/fuzz -n $(JOBS)

@@ -30,6 +30,8 @@ from fa_fast.kernels import distributions
 PROVIDERS = {"torch_cpu": "cpu", "sgl_cuda": "cuda", "sgl_xpu": "xpu", "vllm_xpu": "xpu"}
 XPU_PACKAGES = {"sgl_xpu": "sgl_kernel", "vllm_xpu": "vllm_xpu_kernels"}  # modules
 XPU_RECIPE = "in a checkout of sgl-kernel-xpu: source /opt/intel/oneapi/setvars.sh && python -m pip install -v ."
+XPU_TRITON = ("triton-xpu", "pytorch-triton-xpu")  # the newer name and the older one
+XPU_INDEX = "https://download.pytorch.org/whl/xpu"
 CPU_WORKS = 'Until then BackendConfig(device="cpu") runs here, on the provider torch_cpu.'
 FA3_TESTED = (9, 0)  # compute capability of the H200, where the kernels are tested
 
@@ -63,6 +65,8 @@ class Machine:
     torch: str | None = None  # None: cannot be imported
     torch_error: str | None = None
     cuda_runtime: str | None = None  # of the torch build
+    xpu_runtime: str | None = None  # of the torch build
+    xpu_graphs: bool = True  # torch has graphs of Intel GPUs; only asked of a build for them
     devices: tuple[Device, ...] = ()
     nvidia_driver: str | None = None
     owners: tuple[tuple[str, str], ...] = ()  # (name, version) of each distribution that installs sgl_kernel
@@ -71,6 +75,7 @@ class Machine:
     operator_error: str | None = None  # why FA3 is not called as an operator, where sgl_kernel could be imported
     xpu_placeholder: bool = False  # sglang-kernel-xpu is installed and brings no module
     triton: str | None = None
+    triton_xpu: tuple[str, str] | None = None  # name and version of the build for Intel GPUs
     vllm_xpu_found: bool = False  # vllm_xpu_kernels is on the path
     probes: tuple[Probed, ...] = ()  # only asked on an Intel GPU, of the packages that are there
     providers: tuple[str, ...] = tuple(PROVIDERS)  # modules of fa_fast.kernels that exist
@@ -86,7 +91,7 @@ class Machine:
         """The build of torch in a word or two."""
         if self.cuda_runtime:
             return f"CUDA {self.cuda_runtime} build"
-        kinds = {device.kind for device in self.devices}
+        kinds = {device.kind for device in self.devices} | ({"xpu"} if self.xpu_runtime else set())
         return next((f"{kind.upper()} build" for kind in ("xpu", "rocm") if kind in kinds), "CPU build")
 
 
@@ -135,6 +140,14 @@ def _devices(machine: Machine) -> list[Finding]:
         found.append(Finding(level="note", text="fa_fast has no kernels for ROCm: it runs on the CPU of this machine"))
     if machine.nvidia_driver and machine.kind == "cpu":
         found.append(_unused_gpu(machine, machine.nvidia_driver))
+    if machine.xpu_runtime and machine.kind == "cpu":
+        found.append(
+            Finding(
+                level="note",
+                text=f"torch is an {machine.build} and sees no Intel GPU",
+                fix="check the driver, and that this user may open /dev/dri/renderD*",
+            )
+        )
     return found
 
 
@@ -233,6 +246,11 @@ def _xpu(machine: Machine) -> list[Finding]:
     else:
         found.append(_no_sgl_xpu(machine, "note" if usable else "broken"))
         found += [Finding(level="ok", text=f'provider="{name}" runs here: pass it to the backend') for name in usable]
+    if not machine.xpu_graphs:
+        text = (
+            f"no graphs: torch {machine.torch} has no torch.xpu.XPUGraph, which fa_fast.graphs needs; steps run without"
+        )
+        found.append(Finding(level="note", text=text, fix="install torch 2.11 or newer, and build the kernels for it"))
     return found + [line for probed in machine.probes for line in _probed(probed)]
 
 
@@ -272,6 +290,15 @@ def _cpu(machine: Machine) -> list[Finding]:
 
 
 def _triton(machine: Machine) -> list[Finding]:
+    if machine.triton and machine.triton_xpu:
+        return [_two_tritons(machine, machine.triton_xpu)]
+    if machine.triton_xpu:
+        return [Finding(level="ok", text=" ".join(machine.triton_xpu))]
+    if machine.triton and machine.build == "XPU build":
+        text = (
+            f"triton {machine.triton} is not the build for Intel GPUs ({XPU_TRITON[0]}); fa_fast needs neither of them"
+        )
+        return [Finding(level="note", text=text)]
     if machine.triton:
         return [Finding(level="ok", text=f"triton {machine.triton}")]
     if machine.kind != "cuda":
@@ -284,6 +311,18 @@ def _triton(machine: Machine) -> list[Finding]:
             fix="python -m pip install triton",
         )
     ]
+
+
+def _two_tritons(machine: Machine, other: tuple[str, str]) -> Finding:
+    """The one that torch was built with is installed anew: uninstalling the other takes its files away."""
+    name, version = other
+    wanted = f"triton=={machine.triton}" if machine.cuda_runtime else f"{name}=={version} --index-url {XPU_INDEX}"
+    both = f"triton {machine.triton} and {name} {version}"
+    return Finding(
+        level="broken",
+        text=f"{both} both install the folder triton and overwrite each other's files",
+        fix=f"python -m pip uninstall -y triton {name} && python -m pip install --no-deps {wanted}",
+    )
 
 
 def _recommended(machine: Machine) -> distributions.KernelDistribution:
@@ -337,6 +376,7 @@ def gather() -> Machine:
         xpu_placeholder=_version(distributions.XPU_PLACEHOLDER) is not None
         and distributions.XPU_PLACEHOLDER not in owner_names,
         triton=_version("triton"),
+        triton_xpu=next(((name, version) for name in XPU_TRITON if (version := _version(name))), None),
         vllm_xpu_found=vllm_xpu_found,
         probes=tuple(_asked(name) for name, found in there.items() if has_xpu and found),
         providers=tuple(name for name in PROVIDERS if importlib.util.find_spec(f"fa_fast.kernels.{name}")),
@@ -370,7 +410,14 @@ def _torch_facts() -> dict[str, Any]:
         devices += [
             Device(kind="xpu", name=torch.xpu.get_device_name(index)) for index in range(torch.xpu.device_count())
         ]
-    return {"torch": torch.__version__, "cuda_runtime": torch.version.cuda, "devices": tuple(devices)}
+    xpu_runtime = getattr(torch.version, "xpu", None)
+    return {
+        "torch": torch.__version__,
+        "cuda_runtime": torch.version.cuda,
+        "xpu_runtime": xpu_runtime,
+        "xpu_graphs": xpu_runtime is None or hasattr(torch.xpu, "XPUGraph"),
+        "devices": tuple(devices),
+    }
 
 
 def _owning_distributions() -> tuple[tuple[str, str], ...]:

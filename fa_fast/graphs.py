@@ -241,7 +241,8 @@ class GraphRunner:
     mode, spec_info: of every batch, the server's own objects included; of a VerifyInput the mask is not read.
     draft_tokens: query tokens a request in DRAFT_EXTEND.
 
-    On CUDA and XPU a step is one graph; on a CPU it is run again over the same static inputs.
+    On CUDA and XPU a step is one graph (on XPU contract-tested, never run on Intel hardware); on a CPU it is run again
+    over the same static inputs.
     Raises BadConfig for no or unsorted buckets, and for a mode without a fixed number of tokens a request.
     """
 

@@ -224,7 +224,10 @@ def test_a_torch_too_new_for_the_driver_is_pointed_out():
 
 
 INTEL = Device(kind="xpu", name="Intel Data Center GPU Max 1550")
-XPU = Machine(torch="2.13.0+xpu", devices=(INTEL,), triton="3.7.1", providers=("torch_cpu", "sgl_cuda", "sgl_xpu"))
+XPU = Machine(
+    torch="2.13.0+xpu", xpu_runtime="20250302", devices=(INTEL,), triton_xpu=("triton-xpu", "3.7.1"),
+    providers=("torch_cpu", "sgl_cuda", "sgl_xpu"),
+)  # fmt: skip
 
 
 def test_an_intel_gpu_gets_the_source_recipe():
@@ -296,8 +299,59 @@ def test_the_other_package_that_cannot_be_used_is_named():
 
 
 def test_triton_is_not_needed_on_an_intel_gpu():
-    machine = dataclasses.replace(XPU, module_found=True, triton=None)
+    machine = dataclasses.replace(XPU, module_found=True, triton_xpu=None)
     assert notes(machine) == [(NEVER_RUN, None), ("triton is not installed; Intel GPUs do not need it", None)]
+
+
+@pytest.mark.parametrize("name", ["triton-xpu", "pytorch-triton-xpu"])
+def test_the_triton_of_intel_gpus_is_reported_by_its_name(name):
+    machine = dataclasses.replace(XPU, module_found=True, triton_xpu=(name, "3.7.1"))
+    assert notes(machine) == [(NEVER_RUN, None)]
+    assert diagnose(machine)[-1] == doctor.Finding(level="ok", text=f"{name} 3.7.1")
+
+
+def test_two_tritons_in_one_folder_are_broken_and_the_one_of_torch_is_installed_anew():
+    machine = dataclasses.replace(XPU, module_found=True, triton="3.6.0")
+    text = "triton 3.6.0 and triton-xpu 3.7.1 both install the folder triton and overwrite each other's files"
+    uninstall = "python -m pip uninstall -y triton triton-xpu && python -m pip install --no-deps "
+    index = "--index-url https://download.pytorch.org/whl/xpu"
+    assert broken(machine) == [(text, f"{uninstall}triton-xpu==3.7.1 {index}")]
+    machine = with_kernel(CUDA13, ("sglang-kernel", "0.4.4"), triton_xpu=("triton-xpu", "3.7.1"))
+    ((_, fix),) = broken(machine)
+    assert fix == f"{uninstall}triton==3.6.0"
+
+
+def test_a_triton_for_other_devices_is_not_taken_for_that_of_intel_gpus():
+    machine = dataclasses.replace(XPU, module_found=True, triton="3.6.0", triton_xpu=None)
+    assert broken(machine) == []
+    assert notes(machine)[1][0].startswith("triton 3.6.0 is not the build for Intel GPUs (triton-xpu)")
+
+
+def test_a_torch_without_graphs_of_intel_gpus_has_no_graphs():
+    machine = dataclasses.replace(XPU, module_found=True, torch="2.10.0+xpu", xpu_graphs=False)
+    assert broken(machine) == []
+    ((text, fix),) = [(text, fix) for text, fix in notes(machine) if "graphs" in text]
+    assert text.startswith("no graphs: torch 2.10.0+xpu has no torch.xpu.XPUGraph")
+    assert fix == "install torch 2.11 or newer, and build the kernels for it"
+
+
+def test_a_torch_for_intel_gpus_that_sees_none_says_so():
+    machine = dataclasses.replace(XPU, devices=())
+    assert diagnose(machine)[0].text == "torch 2.13.0+xpu (XPU build)"
+    text = "torch is an XPU build and sees no Intel GPU"
+    assert notes(machine) == [(text, "check the driver, and that this user may open /dev/dri/renderD*")]
+
+
+def test_the_doctor_reads_what_this_torch_and_its_triton_are(monkeypatch):
+    import torch
+
+    versions = {"pytorch-triton-xpu": "3.3.0", "triton": "3.6.0"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(torch.version, "xpu", "20250302", raising=False)
+    monkeypatch.delattr(torch.xpu, "XPUGraph", raising=False)
+    machine = doctor.gather()
+    assert (machine.triton, machine.triton_xpu) == ("3.6.0", ("pytorch-triton-xpu", "3.3.0"))
+    assert (machine.xpu_runtime, machine.xpu_graphs) == ("20250302", False)
 
 
 def test_an_intel_gpu_without_a_provider_in_this_version_is_broken():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,10 +31,10 @@ def test_the_base_dependencies_are_four():
 
 def test_the_extras_are_the_documented_ones():
     kernels = {"cuda12", "cuda13-torch211", "cuda13", "xpu"}
-    assert set(EXTRAS) == kernels | {"notebooks", "demo", "test", "hf", "docs"}
+    assert set(EXTRAS) == kernels | {"notebooks", "demo", "test", "hardware", "hf", "docs"}
 
 
-@pytest.mark.parametrize("extra", ["notebooks", "demo", "test", "hf", "docs"])
+@pytest.mark.parametrize("extra", ["notebooks", "demo", "test", "hardware", "hf", "docs"])
 def test_every_requirement_of_an_extra_is_pinned_in_the_constraints(extra):
     assert [line for line in EXTRAS[extra] if name_of(line) not in PINS] == []
 
@@ -51,6 +54,28 @@ def test_make_test_installs_every_extra_without_a_kernel():
     installed = re.search(r'-e "\.\[(test,[\w,]+)\]"', (ROOT / "Makefile").read_text())
     assert installed is not None
     assert set(installed[1].split(",")) == {"notebooks", "demo", "test", "hf", "docs"}
+
+
+def test_what_an_intel_gpu_s_environment_gets_leaves_its_triton_alone():
+    """triton and triton-xpu are different distributions of one folder."""
+    names = {name_of(line) for line in PROJECT["dependencies"] + EXTRAS["xpu"] + EXTRAS["hardware"]}
+    assert not any("triton" in name for name in names)
+    assert set(EXTRAS["hardware"]) < set(EXTRAS["test"])  # so `make test` has what they need
+
+
+def test_the_hardware_tests_need_no_more_than_their_extra():
+    code = """
+import sys, pytest
+for name in ("triton", "beartype", "nbval", "xdist", "transformers", "matplotlib", "nbformat", "gguf"):
+    sys.modules[name] = None
+sys.exit(pytest.main(["tests/hardware", "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+    alone = os.environ | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_every_layer_is_right_or_refused" in done.stdout
 
 
 @pytest.mark.parametrize("package", ["fa_ref", "fa_fast"])

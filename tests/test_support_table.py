@@ -116,6 +116,24 @@ def test_what_intel_kernels_cannot_do_is_refused(name):
     assert support_table.feature_cell(feature(name), "xpu") == INTEL[name]
 
 
+def test_the_other_provider_of_intel_gpus_has_a_column_of_its_own():
+    assert "Intel GPU (`vllm_xpu`)" in support_table.support()
+    sinks, latent = feature("sinks, other"), feature("MLA, absorbed")
+    assert [support_table.feature_cell(f, "vllm_xpu") for f in (sinks, latent)] == ["emulated", "refused"]
+    assert [support_table.feature_cell(f, "xpu") for f in (sinks, latent)] == ["refused", "emulated"]
+
+
+def test_the_pages_that_cost_a_copy_on_an_intel_gpu_are_named(monkeypatch):
+    from fa_fast.kernels import sgl_xpu
+
+    said = support_table.support()
+    assert (
+        "`sgl_xpu` reads pages of 64 and 128 where they are" in said and "also 16 and 32. With pages of other" in said
+    )
+    monkeypatch.setattr(sgl_xpu, "reads_in_place", lambda page_size, longest_q: page_size == 64)
+    assert "`sgl_xpu` reads pages of 64 where they are" in support_table.support()
+
+
 def test_an_older_build_of_intel_kernels_has_no_trees(monkeypatch):
     from fa_fast.kernels import sgl_xpu
 

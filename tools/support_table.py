@@ -34,6 +34,7 @@ from fa_ref.cases import Case, make_case  # noqa: E402
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 DEVICES = {"cuda": "NVIDIA (`sgl_cuda`)", "cpu": "CPU (`torch_cpu`)", "xpu": "Intel GPU (`sgl_xpu`)"}
+SECOND = {"vllm_xpu": "Intel GPU (`vllm_xpu`)"}  # a provider that is not its device's default, in the table of features
 KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.LOCAL)
 FP8 = torch.float8_e4m3fn
 
@@ -200,10 +201,12 @@ def _members(node: ast.AST, enum: str) -> set[str]:
 
 
 def state(device: str, case: Case, runs_on_gpu: bool) -> str:
-    """How it stands with a planned case on a device."""
-    name = next((provider for provider, kind in PROVIDERS.items() if kind == device), None)
+    """How it stands with a planned case on a device, or with a provider that is not its device's default."""
+    served = (provider for provider, kind in PROVIDERS.items() if kind == device)
+    name = device if device in SECOND else next(served, None)
     if name is None:
         return NOT_YET
+    device = PROVIDERS[name]
     try:
         _require(import_module(f"fa_fast.kernels.{name}").CAPABILITY, case)
     except UnsupportedByProvider:
@@ -296,19 +299,41 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def support() -> str:
     """Both tables with the words that explain their cells, as Markdown."""
-    kinds = list(LayerKind)
+    kinds, columns = list(LayerKind), DEVICES | SECOND
     modes = [[name, *(mode_cell(mode, spec, kind) for kind in kinds)] for name, mode, spec in MODES]
-    features = [[f.name, *(feature_cell(f, device) for device in DEVICES)] for f in _features()]
+    features = [[f.name, *(feature_cell(f, device) for device in columns)] for f in _features()]
     met = {word for row in modes + features for cell in row[1:] for word in cell.split(" + ")}
     return "\n\n".join(
         [
             "Forward modes and layer kinds of `fa_fast`. `fa_ref` runs every one of them that is planned.",
             _table(["mode", *(f"{kind.name} layers" for kind in kinds)], modes),
             "Features, on prefill and decode of FULL, SLIDING and LOCAL layers:",
-            _table(["", *DEVICES.values()], features),
+            _table(["", *columns.values()], features),
+            _pages_of_intel(),
             " ".join(f"*{word}*: {meaning}." for word, meaning in LEGEND.items() if word in met),
         ]
     )
+
+
+def _pages_of_intel() -> str:
+    """Which pages the providers of Intel GPUs read where they are; the others work, at a price."""
+    read = {name: _in_place(name) for name, kind in PROVIDERS.items() if kind == "xpu"}
+    default, *others = read
+    also = "".join(f'; `{name}` (`provider="{name}"`) also {_listed(read[name] - read[default])}' for name in others)
+    return (
+        f"Page sizes on an Intel GPU, MLA aside: `{default}` reads pages of {_listed(read[default])} where they are"
+        f"{also}. With pages of other sizes the keys are copied in every layer, in every step: take `page_size=64`."
+    )
+
+
+def _in_place(name: str) -> set[int]:
+    """Of the page sizes in use, those that decode and prefill read without a copy."""
+    reads = import_module(f"fa_fast.kernels.{name}").reads_in_place
+    return {size for size in (1, 3, 5, 16, 32, 64, 128) if reads(size, 1) and reads(size, 2)}
+
+
+def _listed(sizes: set[int]) -> str:
+    return " and ".join(map(str, sorted(sizes)))
 
 
 def with_support(text: str) -> str:

@@ -1,4 +1,4 @@
-"""vllm-xpu-kernels for Intel GPUs, behind the common seam. Tested against the contract; this project never ran it.
+"""vllm-xpu-kernels (0.1.16.2) for Intel GPUs, behind the common seam. Contract-tested, never run on Intel hardware.
 
 One function serves both kinds of call. Against sgl_xpu: pages of 16 and 32 are read in place too, sinks go by another
 name and to every head dim, and there is no absorbed MLA. What a build gets wrong is taken away by the probe.

@@ -2,6 +2,10 @@
 
 A generation is told by the installed operator's schema, never by a version. What the table claims is an upper bound:
 kernels.xpu_probe asks the binary, and takes away what it gets wrong.
+
+The source is github.com/sgl-project/sgl-kernel-xpu. "2026-08" is commit 9cf16bf9 of 2026-08-21 (distribution 0.11.0,
+`__version__` 0.1.8). Of "2026-10" the operator's schema is recorded, without a commit; its LSE came with pull request
+330 there, its softcap with 491. "vllm_xpu" is github.com/vllm-project/vllm-xpu-kernels, release 0.1.16.2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What `import sgl_kernel` gives on a machine with an Intel GPU, on CPU tensors: its signatures, semantics and limits.
 
-Written from the record of the sources, dated 2026-08 and 2026-10, and from nothing of fa_fast. Where the record leaves
-a call open, the emulated kernel is the stricter one: rows that no sequence owns hold NaN, and a bound must bound.
+Written from the record of github.com/sgl-project/sgl-kernel-xpu, and from nothing of fa_fast. "2026-08" is its commit
+9cf16bf9 of 2026-08-21 (distribution 0.11.0, `__version__` 0.1.8); of "2026-10" the operator's schema was recorded, and
+no commit: the functions of 2026-08, with softcap (pull request 491) and an LSE that is written (330). Where the record
+leaves a call open, the emulated kernel is the stricter one: rows that no sequence owns hold NaN, a bound must bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The parameters that Intel builds were seen to take, as signatures that calls bind against."""
+"""The parameters that Intel builds were seen to take, as signatures that calls bind against.
+
+Which commit and which release they were read from is said in tests/xpu/emulated_sgl.py and emulated_vllm.py.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def asked(install, monkeypatch) -> Any:
 
 def report(*probes: Probed) -> list[str]:
     machine = Machine(
-        torch="2.13.0+xpu", devices=(Device(kind="xpu", name="a GPU"),), triton="3.7.1", probes=probes,
-        module_found=True, vllm_xpu_found=any(probed.provider == "vllm_xpu" for probed in probes),
+        torch="2.13.0+xpu", devices=(Device(kind="xpu", name="a GPU"),), triton_xpu=("triton-xpu", "3.7.1"),
+        probes=probes, module_found=True, vllm_xpu_found=any(probed.provider == "vllm_xpu" for probed in probes),
     )  # fmt: skip
     return [f"{finding.level}: {finding.text}" for finding in doctor.diagnose(machine)]
 
