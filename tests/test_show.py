@@ -467,6 +467,12 @@ def test_a_roofline_rises_with_the_bytes_to_the_ridge_and_is_level_behind():
     assert lines(picture)[-1] == "c right: 1000 flops a byte, 50 TFLOP/s, 50 % of the roof"
 
 
+def test_a_point_with_a_roof_of_its_own_is_compared_with_that():
+    picture = show.roofline(ROOFED, tera_bytes=1, tera_flops=100, roofs={"right": 80})
+    assert lines(picture)[-1] == "c right: 1000 flops a byte, 50 TFLOP/s, 62 % of its roof"
+    assert lines(picture)[:-1] == lines(show.roofline(ROOFED, tera_bytes=1, tera_flops=100))[:-1]
+
+
 def test_the_svg_of_a_roofline_puts_dots_on_and_under_the_roof():
     picture = show.roofline(ROOFED, tera_bytes=1, tera_flops=100)
     _, roof, dots = [path.get("d") for path in ET.fromstring(picture._repr_svg_()).iter(f"{SVG}path")]
@@ -600,6 +606,8 @@ def test_source_of_a_class_cuts_every_docstring():
         (lambda: show.bars(["a"], [1, 2]), BadBatch, "1 labels"),
         (lambda: show.roofline({"a": (0, 1)}, tera_bytes=1, tera_flops=1), BadBatch, "above 0"),
         (lambda: show.roofline({}, tera_bytes=1, tera_flops=1), BadBatch, "1 to 26"),
+        (lambda: show.roofline({"a": (1, 1)}, tera_bytes=1, tera_flops=1, roofs={"a": 0}), BadBatch, "above 0"),
+        (lambda: show.roofline({"a": (1, 1)}, tera_bytes=1, tera_flops=1, roofs={"b": 1}), BadBatch, "no points"),
         (lambda: show.ladder({}, 1), BadBatch, "at least one rung"),
         (lambda: show.ladder({"a": 1}, 0), BadBatch, "above 0"),
         (lambda: show.page_table([[1]], names=["A", "B"]), BadBatch, "2 names for 1 rows"),

@@ -38,23 +38,32 @@ class _Scale:
 
 
 def roofline(
-    points: Mapping[str, tuple[float, float]], *, tera_bytes: float, tera_flops: float, title: str = ""
+    points: Mapping[str, tuple[float, float]],
+    *,
+    tera_bytes: float,
+    tera_flops: float,
+    roofs: Mapping[str, float] | None = None,
+    title: str = "",
 ) -> Picture:
     """Points under the roof min(intensity x tera_bytes, tera_flops), both axes logarithmic.
 
     points: name -> (flops per byte, measured TFLOP/s); each gets a letter. tera_bytes, tera_flops: ceilings in TB/s
-    and TFLOP/s. The share behind a name is that of the roof above its point.
+    and TFLOP/s. The share behind a name is that of the roof above its point, or of the TFLOP/s that `roofs` has for
+    it: where points were measured under ceilings of their own, and the line is the highest.
 
     >>> picture = roofline({"decode": (4, 16)}, tera_bytes=4.4, tera_flops=770)
     >>> print(picture.text.splitlines()[-1])
     a decode: 4 flops a byte, 16 TFLOP/s, 91 % of the roof
     """
-    numbers = [tera_bytes, tera_flops, *(value for point in points.values() for value in point)]
+    own = roofs or {}
+    numbers = [tera_bytes, tera_flops, *own.values(), *(value for point in points.values() for value in point)]
     if not 0 < len(points) <= 26 or any(not 0 < value < math.inf for value in numbers):
         raise BadBatch(
-            f"points {dict(points)} under {tera_bytes} TB/s and {tera_flops} TFLOP/s; give 1 to 26 points, and finite "
-            "numbers above 0"
+            f"points {dict(points)} under {tera_bytes} TB/s, {tera_flops} TFLOP/s and roofs {dict(own)}; give 1 "
+            "to 26 points, and finite numbers above 0"
         )
+    if not own.keys() <= points.keys():
+        raise BadBatch(f"roofs of {sorted(own.keys() - points.keys())}, which are no points; name points")
     x = _Scale.around([tera_flops / tera_bytes, *(intensity for intensity, _ in points.values())])
     y = _Scale.around([tera_flops, *(speed for _, speed in points.values())])
 
@@ -62,7 +71,8 @@ def roofline(
         return min(intensity * tera_bytes, tera_flops)
 
     keys = [
-        f"{_letter(i)} {name}: {at:.4g} flops a byte, {speed:.3g} TFLOP/s, {100 * speed / roof(at):.0f} % of the roof"
+        f"{_letter(i)} {name}: {at:.4g} flops a byte, {speed:.3g} TFLOP/s, "
+        f"{100 * speed / own.get(name, roof(at)):.0f} % of {'its' if name in own else 'the'} roof"
         for i, (name, (at, speed)) in enumerate(points.items())
     ]
     corners = [max(10.0**x.low, 10.0**y.low / tera_bytes), tera_flops / tera_bytes, 10.0**x.high]
