@@ -62,7 +62,7 @@ def test_every_notebook_is_on_a_reading_path():
     assert named(page("reading-paths")) == set(NOTEBOOKS)
 
 
-@pytest.mark.parametrize("name", ["index", "glossary", "errors", "reading-paths", "from-sglang"])
+@pytest.mark.parametrize("name", ["index", "glossary", "errors", "reading-paths", "graphs", "from-sglang"])
 def test_every_notebook_a_page_names_exists(name):
     assert named(page(name)) <= set(NOTEBOOKS)
 
