@@ -83,7 +83,8 @@ def _with_kvcache(
         rows, k_cache, v_cache, page_table[:sequences].contiguous(), cache_seqlens.contiguous(), starts, longest,
         min(room, max_seqlen_k or room),
     )  # fmt: skip
-    scale = softmax_scale or (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+    width = q.shape[-1] + (0 if qv is None else qv.shape[-1])
+    scale = width**-0.5 if softmax_scale is None else softmax_scale
     if qv is not None:
         return _latent(kernels, call, qv.reshape(-1, *qv.shape[-2:]), scale, shape, **rest)
     options, finish = _options(kernels, q, k_cache, longest, sequences, shape, scale, **rest)
@@ -111,7 +112,7 @@ def _varlen(
         raise kernels.capability().refuse("qv over contiguous keys", "qv over a paged cache of latents")
     rows, starts, longest, shape = _ragged(q, cu_seqlens_q, max_seqlen_q)
     longest = max(2, longest)  # a bound of 1 selects the decode kernel, which reads pages
-    scale = softmax_scale or q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options, finish = _options(kernels, q, k, longest, starts.shape[0] - 1, shape, scale, **rest)
     answer = kernels.ragged(
         q=rows,
@@ -185,9 +186,14 @@ def _options(
     )
 
     def finish(answer: Tensor, lse: Tensor | None, starts: Tensor, lengths: Tensor) -> Any:
+        empty = _without_keys(answer.shape[0], starts, lengths) if return_softmax_lse or not causal else None
+        if empty is not None:  # what the kernels leave there is not known
+            answer = answer.masked_fill(empty[..., None], 0)
         if return_softmax_lse:
-            assert lse is not None
-            answer, lse = _empty_rows(answer, lse.transpose(-1, -2), starts, lengths, sinks)
+            assert lse is not None and empty is not None
+            lse = lse.transpose(-1, -2)
+            nothing = torch.full_like(lse[:1], -torch.inf) if sinks is None else sinks.to(lse.dtype)[None]
+            lse = torch.where(empty, nothing, lse)
         answer = answer.to(q.dtype).view(*shape, *answer.shape[-2:])
         answer = answer if out is None else out.copy_(answer)
         return answer if lse is None or not return_softmax_lse else (answer, lse.view(*shape, answer.shape[-2]))
@@ -195,15 +201,10 @@ def _options(
     return options, finish
 
 
-def _empty_rows(
-    out: Tensor, lse: Tensor, starts: Tensor, lengths: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What the kernels leave in the rows of a sequence without keys is not known: 0 and -inf, or the sink."""
-    rows = torch.arange(out.shape[0], device=out.device)
-    sequence = torch.searchsorted(starts[1:], rows, right=True).clamp(max=lengths.shape[0] - 1)
-    empty = (lengths == 0)[sequence][:, None]
-    nothing = torch.full_like(lse[:1], -torch.inf) if sinks is None else sinks.to(lse.dtype)[None]
-    return out.masked_fill(empty[..., None], 0), torch.where(empty, nothing, lse)
+def _without_keys(rows: int, starts: Tensor, lengths: Tensor) -> Tensor:
+    """bool (rows, 1): the queries of sequences without keys. Causal ones that nothing is merged with see themselves."""
+    sequence = torch.searchsorted(starts[1:], torch.arange(rows, device=starts.device), right=True)
+    return (lengths == 0)[sequence.clamp(max=lengths.shape[0] - 1)][:, None]
 
 
 def _latent(

@@ -30,9 +30,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """One sequence: q [queries, heads, dim] over k [keys, kv_heads, dim], v [keys, kv_heads, v_dim]; all to fp32.
 
-    Returns out [queries, heads, v_dim] and lse [queries, heads]. A query without keys has 0 and -inf, sink or none.
+    Returns out [queries, heads, v_dim] and lse [queries, heads]. A query that sees none of its keys has 0 and -inf,
+    sink or none. What the kernels leave in the rows of a sequence without keys is in no source: here it is NaN.
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    if not keys:
+        return q.new_full((*q.shape[:2], v.shape[-1]), torch.nan).float(), q.new_full(q.shape[:2], torch.nan).float()
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     at = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
@@ -48,7 +51,7 @@ def attend(
     if cap:
         logits = cap * torch.tanh(logits / cap)
     logits = logits.masked_fill(~seen, -torch.inf)
-    lse = torch.logsumexp(logits, dim=-1) if keys else torch.full(logits.shape[:2], -torch.inf)
+    lse = torch.logsumexp(logits, dim=-1)
     if sinks is not None:
         lse = torch.where(seen.any(-1), torch.logaddexp(lse, sinks.float()[:, None]), -torch.inf)
     weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0)[..., None])

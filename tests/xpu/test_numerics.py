@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,3 +126,12 @@ def test_a_random_ragged_batch_is_right_or_refused(build, data, provider):
     found = outcome(case, provider(build))
     must_run = build != "2026-08" and kind != "mla" and heads // kv_heads <= 16
     assert found == "right" or (found == "refused" and not must_run)
+
+
+@every_build
+@pytest.mark.parametrize("form", ["decode", "extend"])
+def test_a_scaling_of_zero_is_one(build, form, provider):
+    """All keys weigh the same; it is not the default, which a missing scale stands for."""
+    case = problem(form, "full")
+    case = replace(case, layer=replace(case.layer, scaling=0.0))
+    assert outcome(case, provider(build)) == "right"
