@@ -155,7 +155,9 @@ def test_a_capture_on_the_device_is_seen(recording, monkeypatch):
         assert capturing(torch.empty(1)) is False
 
 
-@pytest.mark.parametrize("ask", [Tensor.tolist, lambda x: x.max().item(), lambda x: int(x[0]), bool], ids=str)
+@pytest.mark.parametrize(
+    "ask", [Tensor.tolist, lambda x: x.max().item(), lambda x: int(x[0]), bool], ids=["tolist", "item", "int", "bool"]
+)
 def test_asking_the_fake_device_for_a_value_raises(ask):
     with fake_xpu():
         asked = torch.ones(1, dtype=torch.int32, device="xpu")
